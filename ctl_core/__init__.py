@@ -1,6 +1,6 @@
-"""A small engine for custom TensorFlow training: hooks, many steps inside one graph call.
+"""A small engine for custom TensorFlow training: hooks, and many steps inside one graph call.
 
-The public names; each is imported on first use, so that ``--help`` need not wait for TensorFlow.
+Public names are imported on first use, so that ``--help`` does not wait for TensorFlow.
 """
 
 # ruff: noqa: F401
@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctl_core import data
-    from ctl_core.cluster.collectives import all_gather, all_reduce, num_replicas, replica_id
+    from ctl_core.cluster.collectives import (
+        all_gather,
+        all_reduce,
+        num_replicas,
+        replica_id,
+        row_offset,
+    )
     from ctl_core.commands.check import check
     from ctl_core.commands.train import train
     from ctl_core.hooks.defaults import deferred, leading_dimension, nan_to_zero, unpack, weighted
+    from ctl_core.hooks.results import Checkpointing, EvalLoss, Objective, Update
     from ctl_core.model.state import State
     from ctl_core.numerics.variables import regularization, trainable_variables
     from ctl_core.run.console import report, show_step
@@ -27,32 +34,49 @@ if TYPE_CHECKING:
 
 __version__ = "1.0.0"
 
-# Where the public names are.
+# The module of each public name.
 _HOME = {
-    "cluster.collectives": "all_gather all_reduce num_replicas replica_id",
-    "commands.check": "check",
-    "commands.train": "train",
-    "hooks.defaults": "deferred leading_dimension nan_to_zero unpack weighted",
-    "model.state": "State",
-    "numerics.variables": "regularization trainable_variables",
-    "run.console": "report show_step",
-    "run.errors": "CtlError RunError SetupError StopTraining",
-    "run.listeners": "Listener",
-    "run.settings": "Config",
-    "run.sources": "load_config",
-    "serving": "LoadedModel load",
+    "Checkpointing": "hooks.results",
+    "Config": "run.settings",
+    "CtlError": "run.errors",
+    "EvalLoss": "hooks.results",
+    "Listener": "run.listeners",
+    "LoadedModel": "serving",
+    "Objective": "hooks.results",
+    "RunError": "run.errors",
+    "SetupError": "run.errors",
+    "State": "model.state",
+    "StopTraining": "run.errors",
+    "Update": "hooks.results",
+    "all_gather": "cluster.collectives",
+    "all_reduce": "cluster.collectives",
+    "check": "commands.check",
+    "deferred": "hooks.defaults",
+    "leading_dimension": "hooks.defaults",
+    "load": "serving",
+    "load_config": "run.sources",
+    "nan_to_zero": "hooks.defaults",
+    "num_replicas": "cluster.collectives",
+    "regularization": "numerics.variables",
+    "replica_id": "cluster.collectives",
+    "report": "run.console",
+    "row_offset": "cluster.collectives",
+    "show_step": "run.console",
+    "train": "commands.train",
+    "trainable_variables": "numerics.variables",
+    "unpack": "hooks.defaults",
+    "weighted": "hooks.defaults",
 }
-__all__ = ["__version__", "data", *" ".join(_HOME.values()).split()]
+__all__ = ["__version__", "data", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
     if name == "data":
         return importlib.import_module("ctl_core.data")
-    for module, names in _HOME.items():
-        if name in names.split():
-            value = getattr(importlib.import_module(f"ctl_core.{module}"), name)
-            return globals().setdefault(name, value)  # hooks look it up at each step
-    raise AttributeError(f"module 'ctl_core' has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'ctl_core' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"ctl_core.{_HOME[name]}"), name)
+    return globals().setdefault(name, value)  # hooks look it up at each step
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
-"""The command line: ``python -m ctl_core <command>``.
+"""Runs the command line: ``python -m ctl_core COMMAND``.
 
-Exit codes: 0 done, 1 failed while running or ended with a loss that is not finite, 2 wrong usage,
-settings or hooks, 75 lost another process of its cluster, 130 and 143 stopped by SIGINT or SIGTERM
-after saving; 130, too, ended by a second SIGINT.
+Exit codes: 0 the command succeeded; 1 it failed while running, or training ended with a loss that
+is not finite; 2 wrong usage, settings or hooks; 75 another process of the cluster was lost; 130
+and 143 stopped by SIGINT or SIGTERM after saving; 130 also after a second SIGINT, without saving.
 """
 
 import contextlib
@@ -14,7 +14,9 @@ import os
 import sys
 import time
 import traceback
+import types
 from pathlib import Path
+from typing import Any
 
 from ctl_core.run.errors import CtlError, PeerLost, format_error
 
@@ -24,150 +26,242 @@ try:
     from ctl_core.cluster.signals import INTERRUPTED
     from ctl_core.cluster.task import LONGEST, Task, read_task
     from ctl_core.commands.cli import COMMANDS, Command, parse_command
-    from ctl_core.hooks.callbacks_file import check_compiles, find_callbacks, load_callbacks
-    from ctl_core.hooks.table import TEXT
+    from ctl_core.hooks.callbacks_file import Source, check_compiles, find_callbacks, load_callbacks
+    from ctl_core.hooks.reference import find_spec, format_hook, format_table
     from ctl_core.run.files import choose_run_name
     from ctl_core.run.settings import Config
 except ModuleNotFoundError as error:
-    install = f"{sys.executable} -m pip install --editable ."
-    where = f"is not installed in {sys.prefix}; in the project's folder"
-    print(f"error: {error.name} {where}: {install}", file=sys.stderr)
+    print(
+        f"error: {error.name} is not installed in {sys.prefix}; in the project's folder, run: "
+        f"{sys.executable} -m pip install --editable .",
+        file=sys.stderr,
+    )
     sys.exit(2)
+
+# --check trains on three virtual devices.
+CHECK_DEVICES = 3
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
-    supervised = supervisor.die_with_supervisor()
-    alone = argv is None  # the process is this command's
-    argv = sys.argv[1:] if argv is None else argv
-    debug = "--debug" in argv
+    """Runs one command.
+
+    Args:
+        argv: the command and its flags; by default those of the process
+
+    Returns:
+        The exit code.
+    """
+    is_supervised = supervisor.die_with_supervisor()
+    owns_process = argv is None
+    if argv is None:
+        argv = sys.argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: python -m ctl_core <command> [settings]\n\ncommands:")
-        for name, flags in COMMANDS.items():
-            print(f"  {name:10}{flags.text}")
-        print("\n<command> --help shows its settings.")
+        _print_usage()
         return 0 if argv else 2
+    debug = "--debug" in argv
     try:
         command = parse_command(argv)
         debug = command.config.debug
-        return _run(command, argv, supervised)
-    except SystemExit as ended:  # --help, or a signal
-        return int(ended.code or 0)
+        return _run(command, argv, is_supervised)
+    except SystemExit as end:  # --help, or a signal
+        return int(end.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exc()
-        code, text = _describe(error)
-        # Of a lost peer, the supervisor can say more: which one, and how.
-        if debug or not (isinstance(error, PeerLost) and supervised):
+        code, text = _describe_failure(error)
+        # The supervisor reports a lost peer itself, and knows which one it was and how it ended.
+        is_reported = is_supervised and isinstance(error, PeerLost)
+        if debug or not is_reported:
             print(f"error: {text}", file=sys.stderr, flush=True)
-        strategy = sys.modules.get("ctl_core.cluster.strategy")
-        # TensorFlow's own end would wait for the other processes of a cluster, which wait for this
-        # one in a collective. Of a process that was interrupted, some thread may never end.
-        if (alone and code == INTERRUPTED) or (strategy is not None and strategy.has_joined()):
+        if _would_hang_at_exit(code, owns_process):
             logging.shutdown()
-            with contextlib.suppress(OSError):  # nobody may read it any more
+            with contextlib.suppress(OSError):  # the reader of a pipe may have ended
                 sys.stdout.flush()
             os._exit(code)
         return code
 
 
-def _describe(error: BaseException) -> tuple[int, str]:
-    """Returns the exit code of a failure, and what to say of it in one line."""
+def _print_usage() -> None:
+    print("usage: python -m ctl_core <command> [settings]\n\ncommands:")
+    for name, flags in COMMANDS.items():
+        print(f"  {name:10}{flags.text}")
+    print("\n<command> --help shows its settings.")
+
+
+def _print_hooks(name: str | None) -> None:
+    """Prints the reference of a hook, or the table of all hooks."""
+    if name is None:
+        print(format_table(), end="")
+    else:
+        print(format_hook(find_spec(name)), end="")
+
+
+def _describe_failure(error: BaseException) -> tuple[int, str]:
+    """Returns the exit code and the one-line message of a failure."""
     if isinstance(error, CtlError):
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{Path(last.filename).name}:{last.lineno}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(frame.filename).name}:{frame.lineno}"
     return 1, f"{format_error(error)} ({where}; --debug shows the traceback)"
 
 
-def _run(command: Command, argv: list[str], supervised: bool) -> int:
-    config, training = command.config, command.name == "train"
+def _would_hang_at_exit(code: int, owns_process: bool) -> bool:
+    """Returns True if Python's own shutdown after a failure might never end."""
+    # After an interrupt, a thread of the user's program may never end.
+    if owns_process and code == INTERRUPTED:
+        return True
+    # TensorFlow's shutdown waits for the other processes of a cluster, and these wait for this one
+    # in a collective. The module is imported only once TensorFlow is.
+    strategy = sys.modules.get("ctl_core.cluster.strategy")
+    return strategy is not None and bool(strategy.has_joined())
+
+
+def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
+    """Runs a parsed command; returns its exit code.
+
+    Args:
+        command: the command
+        argv: the words that it was parsed from, for the processes of a cluster
+        is_supervised: whether a supervisor has started this process
+    """
     if command.name == "hooks":
-        print(TEXT, end="")
+        _print_hooks(command.options["hook"])
         return 0
+    config = command.config
+    is_training = command.name == "train"
     task = Task()
-    if training:
-        find_start(config)  # at once; a program's Run looks by itself
+    if is_training:
+        # Reports a wrong fork or init_from before TensorFlow is imported.
+        find_start(config)
         task = read_task(config)
-    notes = list(command.notes)
-    if task.processes > 1:
-        notes.append(f"cluster: {task.describe(task.index)}, of {task.processes}")
     if task.kind == "ps":
         print("ps: gradients are summed between the workers; no parameter server is needed.")
         return 0
     if task.kind == "evaluator":
         print("cluster: this is the evaluator: evaluate --watch", flush=True)
-        return _run(_await_run(config), argv, supervised)
-    # TensorFlow's C++ messages are about the machine, not about the run; those of a cluster that
-    # loses a process are many, and say what one line of ours says.
+        return _run(_await_run(config), argv, is_supervised)
+
+    # TensorFlow's C++ messages are about the machine, not the run. When a cluster loses a process
+    # there are many of them, and the engine reports the loss in one line.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if config.debug else "3")
-    source = find_callbacks(config.callbacks, command.run, command.trained_with, training)
-    # The supervisor has said the rest.
-    for note in () if supervised else filter(None, (*notes, source.note)):
-        print(note, flush=True)
+    source = find_callbacks(config.callbacks, command.run, command.trained_with, is_training)
+    if not is_supervised:  # the supervisor has printed the notes
+        _print_notes(command, task, source)
     check_compiles(source)
-    if not training or command.options["check"]:  # in this process alone
-        os.environ.pop("TF_CONFIG", None)  # of which libraries know, too
-        alone = "auto" if config.strategy == "multi_worker" else config.strategy
-        config = dataclasses.replace(config, workers=1, strategy=alone)
-    if config.workers > 1 and not supervised:
+    if not is_training or command.options["check"]:
+        config = _leave_cluster(config)
+    elif config.workers > 1 and not is_supervised:
         name = config.run_name or choose_run_name(Path(config.runs_dir))
         return supervisor.start_cluster(argv, dataclasses.replace(config, run_name=name))
-    here = Path.cwd()
+    return _run_here(command, config, source)
+
+
+def _print_notes(command: Command, task: Task, source: Source) -> None:
+    """Prints which settings were ignored, the place in the cluster, and if callbacks.py changed."""
+    for note in command.notes:
+        print(note, flush=True)
+    if task.processes > 1:
+        print(f"cluster: {task.describe(task.index)}, of {task.processes}", flush=True)
+    if source.note:
+        print(source.note, flush=True)
+
+
+def _leave_cluster(config: Config) -> Config:
+    """Returns the settings of a command that runs in this process alone, also within a cluster."""
+    os.environ.pop("TF_CONFIG", None)  # other libraries read it, too
+    strategy = "auto" if config.strategy == "multi_worker" else config.strategy
+    return dataclasses.replace(config, workers=1, strategy=strategy)
+
+
+def _run_here(command: Command, config: Config, source: Source) -> int:
+    """Runs a command in this process.
+
+    Args:
+        command: the command
+        config: its settings, as they apply to this process
+        source: the file with the hooks
+    """
+    is_training = command.name == "train"
+    folder = Path.cwd()
     _import_libraries(config.debug)
-    from ctl_core.cluster.strategy import prepare
     from ctl_core.run.console import quiet_libraries
 
-    if training:  # before callbacks.py may start TensorFlow otherwise; a check has 3 devices
-        devices = max(3 if command.options["check"] else 1, config.virtual_devices)
-        prepare(dataclasses.replace(config, virtual_devices=devices))
+    if is_training:
+        _prepare_devices(config, command.options["check"])
     quiet_libraries(not config.debug)
     callbacks = load_callbacks(source)
-    if Path.cwd() != here:  # callbacks.py has gone elsewhere; the run stays where it was to be
-        config = dataclasses.replace(config, runs_dir=str(here / config.runs_dir))
+    if Path.cwd() != folder:  # callbacks.py has changed the folder; the run's place stays the same
+        config = dataclasses.replace(config, runs_dir=str(folder / config.runs_dir))
     if source.path != source.stands_for:
         config = dataclasses.replace(config, callbacks=command.trained_with)
-    if not training:
-        from ctl_core.commands import use
+    if is_training:
+        return _train(callbacks, config, command.options)
+    from ctl_core.commands import use
 
-        getattr(use, command.name)(callbacks, config, **command.options)
-        return 0
-    if command.options["check"]:
+    getattr(use, command.name)(callbacks, config, **command.options)
+    return 0
+
+
+def _prepare_devices(config: Config, is_check: bool) -> None:
+    """Sets up TensorFlow's devices, before callbacks.py can initialize TensorFlow without them."""
+    from ctl_core.cluster.strategy import prepare
+
+    devices = config.virtual_devices
+    if is_check:
+        devices = max(devices, CHECK_DEVICES)
+    prepare(dataclasses.replace(config, virtual_devices=devices))
+
+
+def _train(callbacks: types.ModuleType, config: Config, options: dict[str, Any]) -> int:
+    """Trains, or checks the hooks.
+
+    Returns:
+        The exit code: 128 + N after signal N, 1 if the last loss is not finite, otherwise 0.
+    """
+    if options["check"]:
         from ctl_core.commands.check import check
 
         state = check(callbacks, config)
     else:
         from ctl_core.commands.train import train
 
-        state = train(callbacks, config, command.options["continue"], command.options["note"])
-    return int(state.diverged) if state.stopped_by is None else 128 + state.stopped_by
+        state = train(callbacks, config, options["continue"], options["note"])
+    if state.stopped_by is not None:
+        return 128 + state.stopped_by
+    return int(state.diverged)
 
 
 def _await_run(config: Config) -> Command:
-    """Returns the command of an evaluator in the cluster of a training, when the run has begun."""
-    run, end = Path(config.runs_dir, str(config.run_name)), time.monotonic() + LONGEST
+    """Waits until the cluster has begun its run; returns the command of the evaluator for it.
+
+    Raises:
+        PeerLost: the run has not begun within ``LONGEST`` seconds.
+    """
+    run = Path(config.runs_dir, str(config.run_name))
+    deadline = time.monotonic() + LONGEST
     while not (run / "config.yaml").is_file():
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise PeerLost(f"after {LONGEST:.0f} s, there is no run to evaluate: {run}")
         time.sleep(0.2)
     return parse_command(["evaluate", run.name, "--watch", f"--runs-dir={config.runs_dir}"])
 
 
 def _import_libraries(debug: bool) -> None:
-    """Imports TensorFlow and Keras: quietly, and without looking for garbage, a sixth of the time.
+    """Imports TensorFlow and Keras, without garbage collection, which takes a sixth of the time.
 
-    As it is imported, TensorFlow's C++ says what processor it runs on, whatever its log level is;
-    what it has made stays to the end, and later searches for garbage leave it out.
+    The objects that the import creates stay until the end, so later collections skip them as well.
+    While it is imported, TensorFlow's C++ prints the processor's features to stderr at any log
+    level; unless ``debug``, these lines are dropped.
     """
     if "tensorflow" in sys.modules:
         return
     gc.disable()
     stderr = os.dup(2)
     if not debug:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
+        with open(os.devnull, "w") as devnull:
+            os.dup2(devnull.fileno(), 2)
     try:
         importlib.import_module("keras")
     finally:

@@ -16,6 +16,12 @@ import tensorflow as tf
 
 from ctl_core import compat
 from ctl_core.checkpoint.folder import Run
+from ctl_core.checkpoint.initial_weights import (
+    InitialWeights,
+    check_patterns,
+    list_weights,
+    load_initial_weights,
+)
 from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
@@ -23,8 +29,10 @@ from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluatio
 from ctl_core.graph import choose_compilation
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
-from ctl_core.hooks.recording import Recording, unfreeze
+from ctl_core.hooks.optimizers import refuse_loss_scales
+from ctl_core.hooks.recording import Recording, record_nothing, unfreeze
 from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
+from ctl_core.input.caches import refuse_shared_caches
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
 from ctl_core.model.components import (
@@ -42,39 +50,88 @@ from ctl_core.model.forward import (
     forward_backward,
     run_model,
 )
-from ctl_core.model.metrics import update_train_metrics
+from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
+from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.model.state import State
 from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, Rate, RateSchedule, make_rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
+from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.reduction import PIECES
-from ctl_core.numerics.replicas import WeightAverage, find_moving_statistics
-from ctl_core.numerics.variables import is_summed, name_variable, trainable_variables, unwrap, walk
+from ctl_core.numerics.replicas import (
+    ReplicaCopies,
+    WeightAverage,
+    find_drawing_layers,
+    find_moving_statistics,
+)
+from ctl_core.numerics.variables import (
+    is_summed,
+    make_trackable,
+    name_variable,
+    trainable_variables,
+    unwrap,
+)
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, format_error
 from ctl_core.run.settings import SETTINGS, Config
 from ctl_core.step import call_update_pre
+from ctl_core.types import Model
+
+# Keras' dtype policy outside of the run that is being built or trained; None: there is no run.
+_policy_outside: keras.DTypePolicy | None = None
+
+
+@contextlib.contextmanager
+def leave_run() -> Iterator[None]:
+    """Lets a hook use another run as if its own run did not exist, and then puts everything back.
+
+    Within, Keras' dtype policy and its names of objects are as they are outside of any run, and no
+    variable or layer is recorded. Afterwards, these are as they were before:
+
+    - the dtype policy, the names, and the generator of ``keras.random``
+    - the random numbers of Python, NumPy and TensorFlow
+    - whether ops are deterministic
+    - what is recorded: variables, layers, and the layers that callbacks.py made when imported
+
+    ``folder.open_session`` puts back the console and the step of summaries, and ``Signals`` the
+    signal handlers.
+    """
+    global _policy_outside
+    policy = keras.config.dtype_policy()
+    outside = _policy_outside
+    if outside is not None:
+        keras.config.set_dtype_policy(outside)
+    _policy_outside = None
+    try:
+        with (
+            keep_seeds(),
+            compat.draw_from(None),
+            compat.name_anew(),
+            compat.keep_op_determinism(),
+            record_nothing(),
+        ):
+            yield
+    finally:
+        _policy_outside = outside
+        keras.config.set_dtype_policy(policy)
 
 
 @contextlib.contextmanager
 def prepare_process(config: Config) -> Iterator[None]:
     """Within, Keras and TensorFlow are as the run needs them, which trains as in a new process.
 
-    Names of Keras' objects begin anew, and ops stay deterministic from here on. Keras' one dtype
-    policy is put back at the end, also where a hook has set another.
+    Afterwards they are as before, even if a hook has set another dtype policy; see ``leave_run``.
     """
-    compat.name_anew()
-    before = keras.config.dtype_policy()
-    if config.precision != "float32":
-        keras.config.set_dtype_policy(f"mixed_{config.precision}")
-    compat.keep_large_sums_whole()
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    try:
+    global _policy_outside
+    with leave_run():
+        _policy_outside = keras.config.dtype_policy()
+        if config.precision != "float32":
+            keras.config.set_dtype_policy(f"mixed_{config.precision}")
+        compat.keep_large_sums_whole()
+        if config.deterministic:
+            tf.config.experimental.enable_op_determinism()
         with compat.separate_losses(), compat.convert_variables():
             yield
-    finally:
-        keras.config.set_dtype_policy(before)
 
 
 def create_state(
@@ -86,7 +143,8 @@ def create_state(
 ) -> State:
     """Calls the create hooks, builds every variable, and checks what the hooks return.
 
-    Nothing is read from a checkpoint and nothing is trained. The ``strategy`` is by default what
+    A run that starts from scratch loads the weights that ``init_from`` names. Otherwise nothing is
+    read from a checkpoint, and nothing is trained. The ``strategy`` is by default what
     the settings ask for.
 
     Raises:
@@ -130,6 +188,8 @@ class _Builder:
         shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
         with recording.record_as("create_dataset"):
             self.data = data = Input(self.hooks, config, self.strategy, shape)
+        refuse_shared_caches(self.hooks.create_dataset, data.dataset, self.cluster)
+        shape = data.shape
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
@@ -149,6 +209,10 @@ class _Builder:
                 train_metrics=self._create("create_train_metrics"),
             )
             traced = self._trace_forward(forward)
+        # What is created from here on may copy the weights: optimizers, averages, eval_model. This
+        # is outside of the scope, in which the copies of random generators would be replicated.
+        loaded = self._load_initial_weights(forward.train_model)
+        with self.strategy.scope():
             optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables)
             lr = make_rate_for_hooks(rate, optimizers)
             computed_in = {config.precision, *(layer.compute_dtype for layer in recording.layers)}
@@ -176,7 +240,7 @@ class _Builder:
                 optimizer=optimizer,
                 optimizers=optimizers,
                 written=traced.written,
-                drawn_from=traced.drawn_from,
+                drawing_layers=traced.drawing_layers,
                 scalar_losses=traced.scalar_losses,
                 loss_metrics=self._create_loss_metrics(traced.logged),
                 compile_with_xla=config.jit_compile,
@@ -189,6 +253,8 @@ class _Builder:
                 evaluation = create_evaluation(components, config, recording)
             self._trace_evaluation(components, evaluation)
             ckpt, manager = self._create_ckpt(components, rate)
+        if loaded is not None:
+            self._finish_initial_weights(forward.train_model, loaded)
         _ = ckpt.save_counter  # TensorFlow creates it when it is first asked for: not on replicas
         recording.fix()
         compiles_steps = choose_compilation(components, data) is Compilation.STEP
@@ -216,23 +282,24 @@ class _Builder:
             rate: the rate that ``create_opt`` was passed
         """
         config = self.config
-        takes_lr = self.hooks.is_taken("lr")
+        named = {
+            name
+            for hook in (self.hooks.create_opt, *self.hooks.list_graph_hooks())
+            for name in hook.arguments
+        }
+        rate.is_used = "lr" in named
         is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
-        if is_scheduled and lr is rate and takes_lr:
+        if is_scheduled and lr is rate and rate.is_used:
             return RateSchedule(config, rate).apply
+        if "config" in named:  # a hook may read these settings by itself
+            return None
         if is_scheduled:
-            why = "no hook takes lr"
+            reason = "does not use lr"
             if lr is not rate:
-                why = "create_opt gives the optimizer a schedule of its own"
-            self.console.warn(f"lr_schedule and warmup are not applied: {why}.")
-        # A hook that takes config may use config.learning_rate.
-        reaches_hooks = takes_lr or self.hooks.is_taken("config")
-        is_default = config.learning_rate == SETTINGS["learning_rate"].default
-        if not (is_scheduled or reaches_hooks or is_default):
-            self.console.warn(
-                "learning_rate is passed to no hook, because none takes lr or config: let "
-                "create_opt take lr."
-            )
+                reason = "gives the optimizer a schedule of its own"
+            self.console.warn(f"lr_schedule and warmup change nothing: create_opt {reason}.")
+        elif not rate.is_used and config.learning_rate != SETTINGS["learning_rate"].default:
+            self.console.warn("learning_rate changes nothing: create_opt does not use lr.")
         return None
 
     def _create_ckpt(self, components: Components, rate: LearningRate) -> Any:
@@ -294,17 +361,44 @@ class _Builder:
                 with recording.record_as("create_train_metrics"):
                     update_train_metrics(turn, result, None)
             weights = trainable_variables(forward.train_model)
+        operations = list(compat.add_called_ops(graph.get_operations()))
+        refuse_scaled_losses(self.hooks, operations)
+        if self.config.accumulate_steps > 1:
+            refuse_exchanges(self.hooks, operations)
         variables = self._collect_variables(objectives, weights)
-        generators = set(map(id, recording.generators))
-        written = recording.find_written(graph, self.strategy)
         return TracedForward(
             variables=variables,
             weights=weights,
-            written=self._describe_written(written, forward),
-            drawn_from=tuple(variable for variable in written if id(variable) in generators),
+            written=self._find_written(graph, forward),
+            drawing_layers=find_drawing_layers(recording.layers, self._find_drawn(graph)),
             scalar_losses=frozenset(name for name, objective in objectives if objective.is_scalar),
             logged=[name for _, objective in objectives for name in objective.logged],
         )
+
+    def _load_initial_weights(self, train_model: Model) -> InitialWeights | None:
+        """Loads the weights that ``init_from`` names, if the run starts from scratch.
+
+        Returns:
+            What was loaded; None if nothing is to be loaded.
+        """
+        if self.config.init_from is None or self.run.start is not None:
+            return None
+        # Random numbers are determined by the seed of this run.
+        generators = ReplicaCopies(self.strategy, self.recording.generators)
+        with generators.put_back_after():
+            return load_initial_weights(train_model, self.hooks.create_model, self.config)
+
+    def _finish_initial_weights(self, train_model: Model, loaded: InitialWeights) -> None:
+        """Loads the variables that the model got meanwhile, and reports what was loaded.
+
+        These are, for example, those of a layer that only evaluations call. Only now are all
+        variables known that a pattern of ``init_skip`` may match.
+        """
+        check_patterns(train_model, self.config)
+        if len(list_weights(train_model)) > len(loaded.paths):
+            loaded = self._load_initial_weights(train_model) or loaded
+        for line in loaded.describe():
+            self.console.say(line)
 
     def _collect_variables(
         self, objectives: list[tuple[str, ReplicaObjective]], weights: list[Any]
@@ -323,15 +417,23 @@ class _Builder:
                 raise self.hooks.grad_pre.reject(f"{returned} {problem}.")
         return collected
 
+    def _find_drawn(self, graph: tf.Graph) -> set[int]:
+        """Returns the ids of the variables of Keras generators that a graph reads."""
+        captured = {id(outer) for outer, _ in graph.captures}
+        local_results = self.strategy.experimental_local_results
+        return {
+            id(state)
+            for state in self.recording.generators
+            if any(id(component.handle) in captured for component in local_results(state))
+        }
+
     def _create_loss_metrics(self, names: Iterable[str]) -> dict[str, keras.Metric]:
         """Creates a mean for each logged part of the loss."""
         with self.recording.record_as("create_train_metrics"):
             return {name: keras.metrics.Mean(name) for name in dict.fromkeys(names)}
 
-    def _describe_written(
-        self, variables: Iterable[tf.Variable], forward: ForwardComponents
-    ) -> tuple[WrittenVariable, ...]:
-        """Describes variables that the forward pass writes, except generators and metrics."""
+    def _find_written(self, graph: Any, forward: ForwardComponents) -> tuple[WrittenVariable, ...]:
+        """Returns the variables that a graph writes, except random generators and metrics."""
         recording = self.recording
         metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
         ignored = {id(unwrap(v)) for v in (*recording.generators, *metrics)}
@@ -342,18 +444,17 @@ class _Builder:
             for statistic in find_moving_statistics([layer])
         }
         written = []
-        for variable in variables:
+        for variable in recording.find_written(graph, self.strategy):
             if id(variable) in ignored:
                 continue
-            is_number = variable.dtype.is_floating or variable.dtype.is_integer
-            is_statistic = id(variable) in max_stretch
-            written.append(
-                WrittenVariable(
-                    variable,
-                    max_stretch.get(id(variable)),
-                    is_shared=is_number and not is_statistic and not is_summed(variable),
+            is_shared = id(variable) not in max_stretch and not is_summed(variable)
+            has_replicas = self.strategy.num_replicas_in_sync > 1
+            if is_shared and has_replicas and variable.dtype == tf.string:
+                raise self.hooks.create_model.reject(
+                    f"the forward pass writes {name_variable(variable)}, a variable of dtype "
+                    "string, which replicas cannot exchange; write a number instead."
                 )
-            )
+            written.append(WrittenVariable(variable, max_stretch.get(id(variable)), is_shared))
         return tuple(written)
 
     def _create_optimizers(
@@ -374,6 +475,7 @@ class _Builder:
         is_made_here = self.strategy.extended.variable_created_in_scope
         with self.recording.record_as("create_opt"):
             made = hook(lr=rate, train_model=forward.train_model)
+            refuse_loss_scales(hook, made)
             optimizer = OptimizerGroups(made) if is_pairs(made) else made
             optimizers = optimizer if isinstance(optimizer, dict) else {SINGLE_OBJECTIVE: optimizer}
             if variables.keys() != optimizers.keys():
@@ -406,12 +508,18 @@ class _Builder:
         context = TraceContext(components)
         for one in evaluation.sets.values() if evaluation else [None]:
             spec = self.data.share_spec if one is None else one.spec
-            with compat.run_layers(False), self._scratch("create_metrics", spec) as (_, batch):
+            with compat.run_layers(False), self._scratch("create_metrics", spec) as (graph, batch):
                 if components.eval_model is not None:
                     with self.recording.record_as("create_eval_model"):
                         run_model(context, batch, training=False)
                 if one is not None:
                     add_batch(context, one, batch, None)
+                    one.names = [
+                        scalar
+                        for name, metric in one.metrics.items()
+                        for scalar in name_scalars(name, metric.result())
+                    ]
+            refuse_scaled_losses(self.hooks, compat.add_called_ops(graph.get_operations()))
 
 
 class TracedForward(NamedTuple):
@@ -421,7 +529,7 @@ class TracedForward(NamedTuple):
         variables: the variables to train by objective, including those of frozen layers
         weights: the trainable variables of the model
         written: the variables that the forward pass writes
-        drawn_from: the states of the random generators that it draws from
+        drawing_layers: the kinds of layers that draw random numbers
         scalar_losses: the objectives whose loss is one number for a batch
         logged: the names of the logged parts of the loss
     """
@@ -429,7 +537,7 @@ class TracedForward(NamedTuple):
     variables: dict[str, list[Any]]
     weights: list[Any]
     written: tuple[WrittenVariable, ...]
-    drawn_from: tuple[tf.Variable, ...]
+    drawing_layers: list[str]
     scalar_losses: frozenset[str]
     logged: list[str]
 
@@ -453,14 +561,3 @@ def find_untrainable(variables: Collection[Any], strategy: tf.distribute.Strateg
             why = "is overwritten with its gradient, which replicas cannot sum"
             return f"{name_variable(variable)}, which {why}"
     return None
-
-
-def make_trackable(value: Any) -> Any:
-    """Returns what a ``tf.train.Checkpoint`` can hold: of a function, its layers and variables."""
-    try:
-        tf.train.Checkpoint(value=value)
-    except ValueError:
-        holder = tf.Module()
-        holder.parts = list(walk(value))
-        return holder
-    return value

@@ -9,12 +9,13 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.losses import loss as keras_losses
+from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
@@ -22,6 +23,7 @@ from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import summary_ops_v2
 from tensorflow.python.trackable.base import Trackable
+from tensorflow.python.util import _pywrap_determinism
 
 from ctl_core.run.errors import SetupError
 
@@ -33,6 +35,7 @@ class _Thread(threading.local):
 
     training: bool | None = None
     reduce: Callable[[Any], Any] | None = None
+    device: "_DeviceUpdate | None" = None
     keeps_means = False
 
     def __init__(self) -> None:
@@ -122,6 +125,83 @@ def refuse_optimizers(why: str) -> Within:
     return _gradients_reduced_by(refuse)
 
 
+class _DeviceUpdate:
+    """Stands in for the strategy in a Keras optimizer that updates the variables of one device."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, index: int) -> None:
+        """``index`` is the number of the device in this process."""
+        self._strategy = strategy
+        self._index = index
+
+    @property
+    def extended(self) -> "_DeviceUpdate":
+        return self
+
+    def update(
+        self, variable: Any, function: Callable[..., Any], args: Any = (), group: bool = True
+    ) -> Any:
+        """Calls a function with the device's part of a variable."""
+        own = self._strategy.experimental_local_results(variable)[self._index]
+        with tf.device(own.device):
+            return function(own, *args)
+
+
+@contextlib.contextmanager
+def update_device(strategy: tf.distribute.Strategy, index: int) -> Iterator[None]:
+    """Within, this thread's Keras optimizers update the variables of one device, and no others.
+
+    To be used in ``strategy.extended.update``. A Keras optimizer by itself lets all replicas meet
+    before it updates (``merge_call``), which they cannot under a condition (``tf.cond``): it could
+    neither skip an update nor average its weights at every tenth step.
+    """
+
+    def replace_meeting(of_tensorflow: Any) -> Any:
+        def call(function: Callable[..., Any], distribution: Any, *args: Any, **named: Any) -> Any:
+            if _thread.device is None:
+                return of_tensorflow(function, distribution, *args, **named)
+            return function(_thread.device, *args, **named)
+
+        return call
+
+    def get_strategy(optimizer: Any) -> Any:
+        return _thread.device or vars(optimizer)["_distribution_strategy"]
+
+    def set_strategy(optimizer: Any, value: Any) -> None:
+        vars(optimizer)["_distribution_strategy"] = value
+
+    meeting = _replaced(tf.__internal__.distribute.interim, "maybe_merge_call", replace_meeting)
+    of_optimizer = _replaced(
+        keras.optimizers.Optimizer,
+        "_distribution_strategy",
+        lambda _: property(get_strategy, set_strategy),
+    )
+    by_variable = _replaced(keras.optimizers.MultiOptimizer, "apply", _apply_by_variable)
+    device = _DeviceUpdate(strategy, index)
+    with meeting, of_optimizer, by_variable, _set(_thread, device=device):
+        yield
+
+
+def _apply_by_variable(of_keras: Callable[..., None]) -> Callable[..., None]:
+    """Returns a ``MultiOptimizer.apply`` that takes the gradients of some of its variables.
+
+    Keras' own insists on one for each variable that the optimizer was built with, frozen ones too.
+    """
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        if trainable_variables is None or not self.built:
+            return of_keras(self, grads, trainable_variables)
+        groups: dict[int, list[tuple[Any, Any]]] = {}
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            index = self._var_to_optimizer_idx[self._var_key(variable)]
+            groups.setdefault(index, []).append((gradient, variable))
+        for index, pairs in sorted(groups.items()):
+            gradients, variables = zip(*pairs, strict=True)
+            self.optimizers[index].apply(list(gradients), list(variables))
+        self.iterations.assign_add(1)
+
+    return apply
+
+
 @contextlib.contextmanager
 def run_layers(training: bool) -> Iterator[None]:
     """Within, a Keras layer called from outside of any other gets ``training``, unless it is told.
@@ -178,9 +258,32 @@ def convert_variables() -> Iterator[None]:
         yield
 
 
-def name_anew() -> None:
-    """From here on, Keras names objects as in a new process; ``clear_session`` forgets more."""
-    global_state.set_global_attribute("object_name_uids", None)
+def name_anew() -> Within:
+    """Within, Keras names objects as in a new process; ``clear_session`` forgets more.
+
+    Afterwards, names go on as if nothing had been made within.
+    """
+    return _set(global_state.GLOBAL_STATE_TRACKER, object_name_uids=None)
+
+
+def leave_creator_scopes() -> Within:
+    """Within, no ``tf.variable_creator_scope`` around it sees the variables that are created."""
+    return _set(tf.compat.v1.get_default_graph(), _variable_creator_stack=[])
+
+
+def is_op_determinism_enabled() -> bool:
+    """Returns whether ops are deterministic."""
+    return bool(_pywrap_determinism.is_enabled())
+
+
+@contextlib.contextmanager
+def keep_op_determinism() -> Iterator[None]:
+    """Afterwards, ops are as deterministic as before: TensorFlow itself can only switch it on."""
+    before = is_op_determinism_enabled()
+    try:
+        yield
+    finally:
+        _pywrap_determinism.enable(before)
 
 
 def get_seed_generator() -> keras.random.SeedGenerator | None:
@@ -325,6 +428,37 @@ def enter_replica_context(context: tf.distribute.ReplicaContext) -> Iterator[Non
         context._summary_recording_distribution_strategy = recording_outside
 
 
+class SavedObject(NamedTuple):
+    """An object in a checkpoint.
+
+    Attributes:
+        children: by name, their positions in the list of all objects
+        shape: that of a variable's value; None for any other object
+    """
+
+    children: dict[str, int]
+    shape: tuple[int, ...] | None
+
+
+def read_object_graph(checkpoint: str) -> list[SavedObject]:
+    """Returns the objects of a ``tf.train.Checkpoint``, given the prefix of its files.
+
+    The root is the first one.
+    """
+    reader = tf.train.load_checkpoint(checkpoint)
+    graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(
+        reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")
+    )
+    shapes = reader.get_variable_to_shape_map()
+    objects: list[SavedObject] = []
+    for node in graph.nodes:
+        children = {child.local_name: child.node_id for child in node.children}
+        keys = [value.checkpoint_key for value in node.attributes if value.name == "VARIABLE_VALUE"]
+        shape = tuple(shapes[keys[0]]) if keys else None
+        objects.append(SavedObject(children, shape))
+    return objects
+
+
 def read_max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
     """Returns how many checkpoints a manager keeps; None for all."""
     return getattr(manager, "_max_to_keep", None)
@@ -339,11 +473,22 @@ class GraphCheckpoint(tf.train.Checkpoint):
     """A checkpoint of the same parts at each write: the graph for it is traced once.
 
     TensorFlow looks through all objects at each write, several times the work of writing them.
+
+    Attributes:
+        children: the parts by name, in place of attributes
     """
 
+    children: dict[str, Any]
     _traced: Any = None
     _in_graph = True  # whether to trace at all: what Python serializes would be fixed then
     _on: str | None = None  # the device of its variables: what is elsewhere gets a file of its own
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "children", {})  # set as usual, it would be a part itself
+
+    def _trackable_children(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {**super()._trackable_children(*args, **options), **self.children}
 
     def _write(self, file_prefix: Any, options: Any = None) -> Any:
         if not (self._in_graph and tf.executing_eagerly()):
@@ -372,14 +517,28 @@ def restore_position(iterator: tf.data.Iterator, position: tf.Tensor) -> None:
     iterator._restore_from_tensors({"_STATE": position})
 
 
-def make_node(part: Any) -> Any:
-    """Returns an object whose attributes are parts of a checkpoint, in place of another.
+class Node(Trackable):  # type: ignore[misc]
+    """An object of a checkpoint that has nothing but children.
 
-    One that has state besides variables, as a table or an iterator, stands for itself.
+    They are no attributes: those of a loaded SavedModel have names that TensorFlow uses itself.
+
+    Attributes:
+        children: the children by name
     """
+
+    def __init__(self) -> None:
+        self.children: dict[str, Any] = {}
+
+    def _trackable_children(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return self.children
+
+
+def saves_itself(part: Any) -> bool:
+    """Returns whether a part of a checkpoint has state besides variables, as a table has."""
     kinds = ("_serialize_to_tensors", "_gather_saveables_for_checkpoint")
-    saves = any(getattr(type(part), name) is not getattr(Trackable, name) for name in kinds)
-    return part if saves else tf.__internal__.tracking.AutoTrackable()
+    if any(getattr(type(part), name) is not getattr(Trackable, name) for name in kinds):
+        return True
+    return bool(part._gather_saveables_for_checkpoint())  # of a table in a loaded SavedModel
 
 
 def find_inputs(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:

@@ -41,10 +41,12 @@ def index_shuffle_with_seeds(examples: int, batch_size: int, seed: int) -> tf.da
 
     def pick(first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         count = first + tf.range(batch_size, dtype=tf.int64)
-        number, position = count // examples, count % examples
-        # A batch is no longer than a pass, so that it touches two of them at most.
-        this, following = shuffled(position, number[0]), shuffled(position, number[0] + 1)
-        index = tf.where(tf.equal(number, number[0]), this, following)
+        number = count // examples
+        position = count % examples
+        # A batch is no longer than a pass, so it has examples of two passes at most.
+        this_pass = shuffled(position, number[0])
+        next_pass = shuffled(position, number[0] + 1)
+        index = tf.where(tf.equal(number, number[0]), this_pass, next_pass)
         return index, tf.stack([tf.fill([batch_size], tf.constant(seed, tf.int64)), count], axis=1)
 
     return tf.data.Dataset.range(0, _ENDLESS, batch_size).repeat().map(pick)
@@ -117,7 +119,8 @@ def split_of(keys: Any, fractions: Mapping[str, float]) -> tf.Tensor:
     Raises:
         ValueError: a name is another one.
     """
-    validation, test = fractions.get("validation", 0.0), fractions.get("test", 0.0)
+    validation = fractions.get("validation", 0.0)
+    test = fractions.get("test", 0.0)
     if others := sorted(set(fractions) - {"validation", "test"}):
         raise ValueError(f"fractions: expected validation and test, got {', '.join(others)}")
     hashes = hash_of(keys)

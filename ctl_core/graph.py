@@ -37,7 +37,7 @@ def choose_compilation(components: Components, data: Input) -> Compilation:
         return Compilation.NOTHING
     shape = components.shape
     has_equal_shares = shape.replicas == 1 and shape.batch % shape.accumulate_steps == 0
-    if has_equal_shares and not data.whole and _has_fixed_shapes(data.dataset.element_spec):
+    if has_equal_shares and shape.by_rows and _has_fixed_shapes(data.dataset.element_spec):
         return Compilation.STEP
     return Compilation.REPLICA
 

@@ -1,7 +1,7 @@
-"""When the graph is left: what is due after which step or at what time, how long a call may be.
+"""Decides after which step a graph call ends, and which hooks, evaluations and saves are then due.
 
-A signal is answered between two calls. The split of a run into calls does not change its
-results: each step of a call is the same graph.
+Signals are handled between two calls. How a run is split into calls does not change its results,
+because each step of a call is the same graph.
 """
 
 import re
@@ -15,83 +15,113 @@ from ctl_core.model.state import State
 from ctl_core.run.errors import SetupError
 from ctl_core.run.settings import EPOCHS, parse_seconds
 
+# How long a graph call should take.
 TARGET_SECONDS = 1.0
-# Most steps of a graph call: a signal and the clock are looked at between two.
+# The most steps of a graph call, since signals and the clock are only checked between two calls.
 MOST_STEPS = 1000
 
 
 class Schedule:
-    """Which hooks, evaluations and checkpoints are due after which step; which is the ``last``."""
+    """Knows which hooks, evaluations and checkpoints are due after which step.
+
+    Attributes:
+        last: the last step of the run
+    """
 
     def __init__(self, state: State, marks: tuple[int, ...]) -> None:
-        """``marks`` are steps after which the graph is left, too."""
-        hooks, config = state.hooks, state.config
+        """Reads the periods of the hooks and settings.
+
+        Args:
+            state: of the run
+            marks: further steps after which the graph is left
+        """
+        hooks = state.hooks
+        config = state.config
         self.last = 0
-        self._every = [(n, hook) for n, several in hooks.every_steps.items() for hook in several]
-        self._deferred = [(n, hook) for n, hook in self._every if hook.deferred]
-        self._at, self._marks = hooks.at_step, marks
+        self._every = [
+            (period, hook) for period, group in hooks.every_steps.items() for hook in group
+        ]
+        self._deferred = [(period, hook) for period, hook in self._every if hook.deferred]
+        self._at = hooks.at_step
+        self._marks = marks
         self._ckpt_every = convert_to_steps(state, "ckpt_every", config.ckpt_every)
         self._eval_every = convert_to_steps(state, "eval_every", config.eval_every)
         self._log_every = config.log_every if state.components.list_logged_metrics() else 0
-        self._periods = {n for n, hook in self._every if not hook.deferred}
+        self._periods = {period for period, hook in self._every if not hook.deferred}
         self._periods |= {self._ckpt_every, self._eval_every, self._log_every} - {0}
-        self._pause, self._time = parse_seconds(config.ckpt_every), parse_seconds(config.max_time)
-        self._start = self._saved = time.monotonic()
+        self._save_interval = parse_seconds(config.ckpt_every)
+        self._max_time = parse_seconds(config.max_time)
+        self._start = time.monotonic()
+        self._last_save = self._start
 
     def find_next_stop(self, step: int) -> int:
         """Returns the next step after which the graph has to be left."""
-        periodic = (step - step % n + n for n in self._periods)
-        once = (n for n in (*self._at, *self._marks) if n > step)
-        return min([self.last, *periodic, *once])
+        periodic = (step - step % period + period for period in self._periods)
+        fixed = (stop for stop in (*self._at, *self._marks) if stop > step)
+        return min([self.last, *periodic, *fixed])
 
     def find_due(self, step: int) -> list[Hook]:
-        """Returns the hooks to run after a step: every_steps first, each in its own order."""
-        return [hook for n, hook in self._every if step % n == 0] + list(self._at.get(step, ()))
+        """Returns the hooks to run after a step: every_steps first, then at_step."""
+        periodic = [hook for period, hook in self._every if step % period == 0]
+        return periodic + list(self._at.get(step, ()))
 
     def find_fetches(self, step: int) -> frozenset[str]:
-        """Returns what of a step hooks are given that are due after it."""
+        """Returns the names of the values of a step that its due hooks take as arguments."""
         due = self.find_due(step)
         return frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
 
     def find_deferred(self, steps: range) -> list[tuple[int, Hook]]:
-        """Returns steps for which the graph was not left, each with a hook due after it."""
-        return [(step, hook) for step in steps for n, hook in self._deferred if step % n == 0]
+        """Returns the deferred hooks that were due during a graph call, each with its step."""
+        return [
+            (step, hook) for step in steps for period, hook in self._deferred if step % period == 0
+        ]
 
     def is_evaluation_due(self, step: int) -> bool:
-        """Whether an evaluation belongs after this step."""
+        """Returns True if an evaluation is due after this step."""
         return step == self.last or is_multiple(step, self._eval_every)
 
     def find_log_due(self, step: int) -> tuple[bool, bool]:
-        """Returns whether train metrics are to be written after a step, and to begin anew."""
-        whole = is_multiple(step, self._log_every)
-        return whole or (step == self.last and self._log_every > 0), whole
+        """Returns whether train metrics are written after a step, and whether they are reset."""
+        is_period_over = is_multiple(step, self._log_every)
+        is_last = step == self.last and self._log_every > 0
+        return is_period_over or is_last, is_period_over
 
     def is_save_due(self, step: int) -> bool:
-        """Whether a checkpoint belongs after this step."""
+        """Returns True if a checkpoint is due after this step."""
         return is_multiple(step, self._ckpt_every)
 
     def is_time_to_save(self) -> bool:
-        """Whether the clock says that a checkpoint is due."""
-        return self._pause is not None and time.monotonic() - self._saved >= self._pause
+        """Returns True if the time since the last checkpoint is up."""
+        if self._save_interval is None:
+            return False
+        return time.monotonic() - self._last_save >= self._save_interval
 
     def note_saved(self) -> None:
-        """Begins the time to the next checkpoint."""
-        self._saved = time.monotonic()
+        """Restarts the time until the next checkpoint."""
+        self._last_save = time.monotonic()
 
     def is_time_to_end(self) -> bool:
-        """Whether the clock says that training ends."""
-        return self._time is not None and time.monotonic() - self._start >= self._time
+        """Returns True if the time of ``max_time`` is up."""
+        if self._max_time is None:
+            return False
+        return time.monotonic() - self._start >= self._max_time
 
 
 def convert_to_steps(state: State, setting: str, value: int | str) -> int:
-    """Returns steps, or so many ``epochs``, in steps; of a period in time, 0.
+    """Returns a period in steps; 0 if it is a time.
+
+    Args:
+        state: of the run, which knows the number of steps in an epoch
+        setting: the name of the setting, for a message
+        value: the period: a number of steps, a number of epochs such as ``2epochs``, or a time
 
     Raises:
-        SetupError: there are no epochs.
+        SetupError: the period is in epochs, but the data are endless.
     """
     if isinstance(value, int):
         return value
-    if not (epochs := re.fullmatch(EPOCHS, value)):
+    epochs = re.fullmatch(EPOCHS, value)
+    if epochs is None:
         return 0
     if state.data.steps_per_epoch is None:
         raise SetupError(
@@ -102,12 +132,16 @@ def convert_to_steps(state: State, setting: str, value: int | str) -> int:
 
 
 def is_multiple(step: int, period: int) -> bool:
-    """Whether a period ends after this step; 0 is none."""
+    """Returns True if a period ends after this step; a period of 0 never does."""
     return step > 0 and period > 0 and step % period == 0
 
 
 class StepsPerCall:
-    """Learns from the calls so far how many steps fit into a second: ``limit``, of the next."""
+    """Learns from the calls so far how many steps take about ``TARGET_SECONDS``.
+
+    Attributes:
+        limit: the most steps of the next call
+    """
 
     def __init__(self, most: int) -> None:
         self.limit = min(8, most)
@@ -120,5 +154,5 @@ class StepsPerCall:
         yield steps
         seconds = max(time.monotonic() - start, 1e-9)
         fitting = int(steps * TARGET_SECONDS / seconds)
-        # Growing fourfold at most, so that one quick call does not lead to a very long one.
+        # It grows at most fourfold, so that one quick call does not lead to a very long one.
         self.limit = max(1, min(fitting, 4 * self.limit, self._most))

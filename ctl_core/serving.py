@@ -17,24 +17,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.build import create_state, prepare_process
+from ctl_core.build import create_state, leave_run, prepare_process
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.folder import Run, open_session
 from ctl_core.checkpoint.source import CheckpointName, Source
 from ctl_core.cluster.task import Task
 from ctl_core.compat import make_scratch_graph, run_layers
-from ctl_core.hooks.callbacks_file import find_callbacks, load_callbacks
+from ctl_core.hooks.callbacks_file import find_callbacks, keep_imports, load_callbacks
 from ctl_core.hooks.recording import find_tables
 from ctl_core.input.batches import count_rows, make_placeholders, set_rows
 from ctl_core.model.components import TraceContext
 from ctl_core.model.forward import call_made, call_model
 from ctl_core.model.state import State
-from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.variables import cast_to_float32
-from ctl_core.run.console import Console
-from ctl_core.run.errors import SetupError, format_error
+from ctl_core.run.console import Console, create_console
+from ctl_core.run.errors import SetupError, find_users_line, format_error
+from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
 from ctl_core.run.sources import load_config
+from ctl_core.types import Structure
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -96,20 +97,27 @@ def _convert_to_tensor(spec: Any, value: Any) -> Any:
 
 
 def list_input_names(spec: Any) -> dict[str, Any]:
-    """Returns the parts of a model's input by their names in files and in signatures.
+    """Returns the entries of a model's input by their names in files and in signatures.
 
-    A part of a dict has its key, one within that ``key/inner``, the first of a tuple ``input_0``;
-    what is no structure is ``inputs``.
+    An entry of a dict is called by its key, a nested one ``key/inner``, the first entry of a tuple
+    ``input_0``, and a single tensor ``inputs``.
     """
-    return _name_parts(spec, "inputs", "input_")
+    return _name_entries(spec, "inputs", "input_")
 
 
-def _name_parts(structure: Any, alone: str, numbered: str) -> dict[str, Any]:
-    found = {}
-    for path, part in keras.tree.flatten_with_path(structure):
+def _name_entries(structure: Structure, alone: str, numbered: str) -> dict[str, Any]:
+    """Returns the entries of a structure by name.
+
+    Args:
+        structure: a value, or values in nested dicts and tuples
+        alone: the name of a value that is not in a structure
+        numbered: goes before the index of an entry of a tuple
+    """
+    entries = {}
+    for path, entry in keras.tree.flatten_with_path(structure):
         prefix = numbered if path and isinstance(path[0], int) else ""
-        found[prefix + "/".join(map(str, path)) or alone] = part
-    return found
+        entries[prefix + "/".join(map(str, path)) or alone] = entry
+    return entries
 
 
 def pack_inputs(spec: Any, values: Mapping[str, Any]) -> Any:
@@ -120,19 +128,25 @@ def pack_inputs(spec: Any, values: Mapping[str, Any]) -> Any:
 def name_outputs(
     output: Any, alone: str = "output", numbered: str = "output_"
 ) -> dict[str, tf.Tensor]:
-    """Returns the dense parts of an output by name: ``output``, or ``output_0``, as of an input.
+    """Returns the entries of an output as dense tensors by name: ``output``, or ``output_0``.
 
-    Ragged ones are padded; ``NAME.lengths`` says how much of each example is its own, along axis 1.
+    Ragged tensors are padded; ``NAME.lengths`` holds the length of each example along axis 1.
+
+    Args:
+        output: of a model; or another structure
+        alone: the name of a single tensor
+        numbered: goes before the index of an entry of a tuple
     """
-    found = {}
-    for name, part in _name_parts(output, alone, numbered).items():
-        if isinstance(part, tf.RaggedTensor):
-            found[f"{name}.lengths"] = part.row_lengths()
-            part = part.to_tensor()
-        elif isinstance(part, tf.SparseTensor):
-            part = tf.sparse.to_dense(part)
-        found[name] = part
-    return found
+    tensors = {}
+    for name, entry in _name_entries(output, alone, numbered).items():
+        if isinstance(entry, tf.RaggedTensor):
+            tensors[f"{name}.lengths"] = entry.row_lengths()
+            tensors[name] = entry.to_tensor()
+        elif isinstance(entry, tf.SparseTensor):
+            tensors[name] = tf.sparse.to_dense(entry)
+        else:
+            tensors[name] = entry
+    return tensors
 
 
 def create_inference(state: State) -> LoadedModel:
@@ -240,13 +254,19 @@ def cut_to_used_part(
     return _without_nones(tf.nest.pack_sequence_as(element, kept)), call
 
 
-def _without_nones(structure: Any) -> Any:
+def _without_nones(structure: Structure) -> Structure:
+    """Returns a structure without entries that are None; a tuple with one entry left is the entry.
+
+    An empty structure is None.
+    """
     if isinstance(structure, Mapping):
-        parts = {key: _without_nones(part) for key, part in structure.items()}
-        return {key: part for key, part in parts.items() if part is not None} or None
+        pruned = {key: _without_nones(entry) for key, entry in structure.items()}
+        return {key: entry for key, entry in pruned.items() if entry is not None} or None
     if isinstance(structure, tuple | list):
-        several = [part for part in map(_without_nones, structure) if part is not None]
-        return several[0] if len(several) == 1 else tuple(several) or None
+        entries = [entry for entry in map(_without_nones, structure) if entry is not None]
+        if len(entries) == 1:
+            return entries[0]
+        return tuple(entries) or None
     return structure
 
 
@@ -255,7 +275,7 @@ def open_run(callbacks: Any, config: Config) -> Iterator[tuple[State, Run, Conso
     """Builds the state of a run that is only read, on one device."""
     config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
     config = config.remove_periods()
-    run, console = Run(config, Task(), reading=True), Console()
+    run, console = Run(config, Task(), reading=True), create_console()
     with open_session(run, console), prepare_process(config):
         yield create_state(callbacks, config, run, console), run, console
 
@@ -276,6 +296,10 @@ def restore_run(
         yield state, console
 
 
+_loading: list[Path] = []  # the runs that are being loaded, outermost first
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def load(run: str | Path, checkpoint: CheckpointName = None, callbacks: Any = None) -> LoadedModel:
     """Loads the model of a run, on the GPU if there is one.
 
@@ -289,20 +313,60 @@ def load(run: str | Path, checkpoint: CheckpointName = None, callbacks: Any = No
         callbacks: a module, a dict or any object with the hooks, instead of the project's file
 
     Raises:
-        SetupError: there is no such run or checkpoint, or the model cannot be served.
+        SetupError: there is no such run or checkpoint, or the model cannot be served; or a hook
+            calls it that makes variables, is traced, or is called to load that same run.
     """
     folder = Path(os.path.abspath(run))
+    refuse_here(folder)
     config = load_config(folder / "config.yaml")
-    with keep_seeds():
+    with leave_run(), keep_imports(), _note_loading(folder):
         if callbacks is None:
             name, project = config.callbacks, _find_project(folder, config.runs_dir)
             source = find_callbacks(name, folder, name, training=False, project=project)
             if source.note:
-                Console().say(source.note)
+                create_console().say(source.note)
             callbacks = load_callbacks(source, project)
         own = dataclasses.replace(config, run_name=folder.name, runs_dir=str(folder.parent))
         with restore_run(callbacks, own, checkpoint) as (state, _):
             return create_inference(state)
+
+
+def refuse_here(folder: Path) -> None:
+    """Refuses to load a run where its variables would get into the model that is being built.
+
+    Raises:
+        SetupError: a strategy's scope is open, or the run is being loaded.
+        RuntimeError: a graph is being traced.
+    """
+    line = find_users_line()
+    if folder in _loading:
+        raise SetupError(
+            f"{line}: ctl.load is called while {relative_path(folder)} itself is being loaded, "
+            "which calls the same hook; load a run of other hooks (callbacks=module), or call it "
+            "in a hook that only training calls."
+        )
+    if not tf.executing_eagerly():  # the hook that is traced adds its name and line
+        raise RuntimeError(
+            "ctl.load cannot be called while a graph is traced; call it in create_dataset, or at "
+            "the top of the file."
+        )
+    if tf.distribute.has_strategy():
+        raise SetupError(
+            f"{line}: ctl.load cannot be called in a hook that makes variables, such as "
+            "create_model, because the loaded ones are not copied to all replicas; to begin with a "
+            f"run's weights, use --init-from {relative_path(folder)}, for another head with "
+            "--init-skip 'head/*'; load a teacher in create_dataset, or at the top of the file."
+        )
+
+
+@contextmanager
+def _note_loading(folder: Path) -> Iterator[None]:
+    """Notes that a run is being loaded, whose hooks must not load it again."""
+    _loading.append(folder)
+    try:
+        yield
+    finally:
+        _loading.remove(folder)
 
 
 def _find_project(run: Path, runs_dir: str) -> Path:

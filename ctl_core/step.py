@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.cluster.collectives import replica_id
+from ctl_core.cluster.collectives import place_rows, replica_id
 from ctl_core.cluster.replica_contexts import forbid_exchanges, weigh_by_rows
 from ctl_core.input.batches import Share
 from ctl_core.model.components import SINGLE_OBJECTIVE, Compilation, StepContext
@@ -62,10 +62,12 @@ class Updates(NamedTuple):
     Attributes:
         applied: the gradients that optimizers apply
         displayed: the gradients that host hooks are shown
+        skips: whether to leave out an update, a bool scalar; only where ``update_pre`` says so
     """
 
     applied: GradientsByObjective
     displayed: dict[str, Any]
+    skips: dict[str, tf.Tensor]
 
 
 class StepResult(NamedTuple):
@@ -325,8 +327,11 @@ def call_update_pre(
     }
     applied: GradientsByObjective = {}
     displayed: dict[str, Any] = {}
-    rows, present = components.shape.count_rows_of(replica_id(), examples)
-    with weigh_by_rows(rows, present):
+    skips: dict[str, tf.Tensor] = {}
+    shape = components.shape
+    rows, present = shape.count_rows_of(replica_id(), examples)
+    find_offset = partial(shape.count_rows_before, replica_id(), examples)
+    with weigh_by_rows(rows, present), place_rows(find_offset):
         for name, gradients in summed.gradients.items():
             if not gradients:  # all variables of this objective are frozen
                 applied[name] = []
@@ -343,10 +348,12 @@ def call_update_pre(
                 "optimizer": components.optimizers[name],
             }
             with compat.skip_reduction():
-                update, displayed[name] = hook.trace(**values)
+                update, displayed[name], *skip = hook.trace(**values)
             _check_shapes(context, update, variables[name])
             applied[name] = list(update)
-    return Updates(applied, displayed)
+            if skip and skip[0] is not None:
+                skips[name] = tf.convert_to_tensor(skip[0])
+    return Updates(applied, displayed, skips)
 
 
 def _check_shapes(context: StepContext, update: Gradients, variables: list[Variable]) -> None:
@@ -383,16 +390,9 @@ def apply_updates(
     summed: Contribution,
     updates: Updates,
 ) -> None:
-    """Lets optimizers apply the updates, then calls ``update_post`` and averages the weights.
-
-    In float16, an update whose gradients are not finite is skipped.
-    """
-
-    def apply() -> None:
-        replicas.run(lambda applied: apply_gradients(context, applied, variables), updates.applied)
-        finish_update(context, variables)
-
+    """Lets optimizers apply the updates; in float16 only if all gradients are finite."""
     loss_scale = context.components.loss_scale
+    apply = partial(apply_on_devices, context, variables, updates)
     if loss_scale is None:
         apply()
         return
@@ -403,42 +403,74 @@ def apply_updates(
     loss_scale.adjust(is_finite)
 
 
-def apply_gradients(
-    context: StepContext, applied: GradientsByObjective, variables: VariablesByObjective
+def apply_on_devices(
+    context: StepContext, variables: VariablesByObjective, updates: Updates
 ) -> None:
-    """Lets the optimizers of one replica apply its updates, which are summed already."""
-    for name, gradients in applied.items():
-        optimizer = context.components.optimizers[name]
-        rows = reduction.choose_rows(optimizer, gradients)
-        pairs = list(zip(rows, variables[name], strict=True))
-        if pairs:
-            with compat.skip_reduction():
-                call_made(context.hooks.create_opt, optimizer.apply_gradients, pairs)
+    """Applies the updates on each device of this process, each to the device's own variables.
 
-
-def finish_update(context: StepContext, variables: VariablesByObjective) -> None:
-    """Calls ``update_post`` and averages the weights, for each local replica with its own values.
-
-    No value passes between replicas: all compute the same from the same variables.
+    No value passes between replicas: all compute the same from the same gradients. So a condition,
+    of ``update_pre`` or of an optimizer, has the same value on all of them.
     """
-    components = context.components
-    hook = context.hooks.update_post
-    update_average = components.update_average if context.is_last_turn else None
     updated = list(itertools.chain(*variables.values()))
-    if (hook is None and update_average is None) or not updated:
+    if not updated:
         return
+    strategy = context.components.strategy
+    devices = list(strategy.extended.worker_devices)
     device_numbers = itertools.count()
 
-    def finish_on_device(_: tf.Variable) -> None:
-        # A summary's name begins with the name scope.
+    def apply_on_device(
+        _: tf.Variable, applied: GradientsByObjective, skips: dict[str, tf.Tensor]
+    ) -> None:
+        number = next(device_numbers)
         with (
-            tf.name_scope(""),
-            compat.mute_other_summaries(context.step, next(device_numbers)),
+            tf.device(devices[number]),
+            tf.name_scope(""),  # a summary's name begins with the name scope
+            compat.mute_other_summaries(context.step, number),
+            compat.update_device(strategy, number),
         ):
-            if hook is not None:
-                hook.trace(optimizer=components.optimizer, **context.hook_values())
-            if update_average is not None:
-                update_average()
+            for name, gradients in applied.items():
+                apply = partial(apply_gradients, context, name, gradients, variables[name])
+                run_unless(skips.get(name), apply)
+            run_unless(_find_common_skip(applied, skips), partial(finish_update, context))
 
-    extended = components.strategy.extended
-    extended.update(unwrap(updated[0]), finish_on_device, group=False)
+    strategy.extended.update(
+        unwrap(updated[0]), apply_on_device, args=(updates.applied, updates.skips), group=False
+    )
+
+
+def _find_common_skip(
+    applied: GradientsByObjective, skips: dict[str, tf.Tensor]
+) -> tf.Tensor | None:
+    """Returns whether all updates are skipped; None if some objective has no ``skip``."""
+    updating = [name for name, gradients in applied.items() if gradients]
+    if not skips or len(skips) < len(updating):
+        return None
+    return tf.reduce_all(list(skips.values()))
+
+
+def run_unless(is_skipped: tf.Tensor | None, function: Callable[[], None]) -> None:
+    """Calls a function; where ``is_skipped`` is a tensor, under that condition in the graph."""
+    if is_skipped is None:
+        function()
+    else:
+        tf.cond(is_skipped, lambda: None, function)
+
+
+def apply_gradients(
+    context: StepContext, objective: str, gradients: Gradients, variables: list[Variable]
+) -> None:
+    """Lets the optimizer of an objective apply gradients, which are summed already."""
+    optimizer = context.components.optimizers[objective]
+    pairs = list(zip(gradients, variables, strict=True))
+    if pairs:
+        call_made(context.hooks.create_opt, optimizer.apply_gradients, pairs)
+
+
+def finish_update(context: StepContext) -> None:
+    """Calls ``update_post``, and after the last turn averages the weights, on one device."""
+    components = context.components
+    hook = context.hooks.update_post
+    if hook is not None:
+        hook.trace(optimizer=components.optimizer, **context.hook_values())
+    if context.is_last_turn and components.update_average is not None:
+        components.update_average()

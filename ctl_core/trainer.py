@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctl_core.checkpoint.checkpoints import Checkpoints
+from ctl_core.checkpoint.checkpoints import Checkpoints, check_written
 from ctl_core.checkpoint.record import find_best_step
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.sync import LoopStatus
@@ -45,6 +45,12 @@ from ctl_core.schedule import MOST_STEPS, Schedule, StepsPerCall, convert_to_ste
 if TYPE_CHECKING:
     from ctl_core.checkpoint.folder import Run
 
+# What a run that starts from scratch prints if it has several replicas.
+CHECK_ADVICE = (
+    "If the loss of an example depends on other rows of the batch, try --check first: it compares "
+    "one device with three."
+)
+
 
 class Trainer:
     """Trains one run in this process; with other processes, if it is one of a cluster.
@@ -73,14 +79,11 @@ class Trainer:
         names = state.evaluation.names if state.evaluation else ()
         self._criteria = read_criteria(state.config, names)
 
-    def restore(self, go_on: bool = False) -> bool:
+    def restore(self, go_on: bool = False) -> None:
         """Restores the newest checkpoint, and determines how far to train.
 
         Args:
             go_on: whether to continue a run that was ended early
-
-        Returns:
-            Whether a checkpoint was restored.
 
         Raises:
             SetupError: the checkpoint does not fit, or the number of steps is not known.
@@ -96,15 +99,19 @@ class Trainer:
         assert last is not None
         if state.progress.ended is not None:
             self._continue_ended_run(last, go_on)
+        rate_schedule = state.learning_rate.schedule
+        if rate_schedule is not None:
+            rate_schedule.last = last
+            if record and self.start < last and not state.ended:
+                jump = rate_schedule.describe_jump(self.start, record.learning_rate)
+                if jump is not None:
+                    self._console.warn(jump)
         if record and record.learning_rate != config.learning_rate:
-            if state.hooks.is_taken("lr"):
+            if state.learning_rate.is_used:
                 self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
             state.learning_rate.variable.assign(config.learning_rate)
-        if state.learning_rate.schedule is not None:
-            state.learning_rate.schedule.last = last
         self._schedule.last = last
         self.functions.refresh()
-        return record is not None
 
     def _continue_ended_run(self, last: int, go_on: bool) -> None:
         """Continues a run that was ended early, if that is asked for or it has more steps now."""
@@ -130,7 +137,7 @@ class Trainer:
         if going_on:
             self._check_step()
         if state.cluster.task.chief and (going_on or not run.config_file.exists()):
-            run.listeners.given.append(Pace(state, run.summaries))
+            run.listeners.candidates.append(Pace(state, run.summaries))
             run.open(state.config, self.start, source, self.functions.devices)
             console.listeners = run.listeners
         console.say(describe_start(state, self.start, schedule.last))
@@ -138,6 +145,9 @@ class Trainer:
             schedule.last = min(self.start, schedule.last)
         elif self.start == 0:
             console.say(f"the model has {count_parameters(state)}.")
+            if state.components.shape.replicas > 1:
+                # Nothing that is compared before training finds every loss of this kind.
+                console.say(CHECK_ADVICE)
         state.clock = Clock()
         console.start(self.start, schedule.last, state.clock.measure_training)
         try:
@@ -304,7 +314,9 @@ class Trainer:
             self.checkpoints.save_requested |= find_best_step(progress.best) == step
             if reason and step < self._schedule.last:
                 self._console.say(f"step {step}: training ends. {reason}")
-            ended = self._run_hooks(step, state.hooks.after_eval, {"metrics": dict(values)})
+            ended = self._run_hooks(
+                step, state.hooks.after_eval, {"metrics": {**values, **state.evaluation.arrays}}
+            )
         self._sync_status(step, ended or reason is not None)
 
     def _log(self, step: int) -> None:
@@ -315,7 +327,7 @@ class Trainer:
         metrics = self.state.components.list_logged_metrics()
         is_due, is_whole_period = self._schedule.find_log_due(step)
         if is_due:
-            self._console.values(step, "train", read_results(metrics))
+            self._console.values(step, "train", read_results(metrics).scalars)
         if is_whole_period:
             for metric in metrics.values():
                 metric.reset_state()
@@ -344,7 +356,7 @@ class Trainer:
                 "state no checkpoint holds: use a keras.random.SeedGenerator, or "
                 "tf.random.stateless_*."
             )
-        self.checkpoints.check_written(graph)
+        check_written(state, graph)
 
     def run_at_end(self, reason: str) -> None:
         """Runs the hooks ``at_end``; if training has failed, their errors become warnings."""

@@ -46,14 +46,6 @@ _WRITING_TABLES = {"LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImp
 _NEEDED = ("create_model/", "create_loss/", "create_opt/", "create_eval_model/")
 
 
-def reject_unsaved(name: str) -> SetupError:
-    """Returns the error for a variable or a table that a step writes and no checkpoint holds."""
-    return SetupError(
-        f"the step writes {name}, which was made outside of the hooks, and is in no checkpoint; "
-        "make variables in create_model, return lookup tables from create_ckpt."
-    )
-
-
 class Facade:
     """An object as hooks are passed it: the original, with some attributes replaced."""
 
@@ -127,41 +119,6 @@ class Checkpoints:
         passing = state.evaluation.list_passing_variables() if state.evaluation is not None else []
         left_out = {id(variable) for variable in (*self._named, *passing)}
         return {n: v for n, v in state.recording.variables.items() if id(v) not in left_out}
-
-    def check_written(self, graph: tf.Graph) -> None:
-        """Refuses a step that writes something that no checkpoint holds, or that replicas share.
-
-        Raises:
-            SetupError: the graph of the step writes such a variable, or a lookup table.
-        """
-        unsaved = [*self._find_unsaved_variables(graph), *self._find_unsaved_tables(graph)]
-        if unsaved:
-            raise reject_unsaved(unsaved[0])
-
-    def _find_unsaved_variables(self, graph: tf.Graph) -> list[str]:
-        """Returns the names of the variables that a graph writes and that no checkpoint holds."""
-        strategy = self._state.strategy
-        saved = [*self._named, *self._state.data.held]
-        for name, variable in self._state.recording.variables.items():
-            # A variable made elsewhere exists once, so several replicas would share it.
-            if strategy.num_replicas_in_sync == 1 or not name.startswith("elsewhere"):
-                saved.append(variable)
-        saved_handles = {
-            id(component.handle)
-            for variable in saved
-            for component in strategy.experimental_local_results(variable)
-        }
-        unsaved_handles = set(map(id, find_written_resources(graph))) - saved_handles
-        return [v.name.split(":")[0] for v in graph.variables if id(v.handle) in unsaved_handles]
-
-    def _find_unsaved_tables(self, graph: tf.Graph) -> list[str]:
-        """Describes each lookup table that a graph writes and that no checkpoint holds."""
-        ops = add_called_ops(graph.get_operations())
-        if not any(op.type in _WRITING_TABLES for op in ops):
-            return []
-        named = set(map(id, tf.train.TrackableView(self._state.ckpt).descendants()))
-        tables = [table for table in find_tables(graph) if hasattr(table, "insert")]
-        return ["a lookup table" for table in tables if id(table) not in named]
 
     def _request(self, *_: Any, **__: Any) -> str:
         """Requests a checkpoint, in place of the manager's ``save``; returns its path."""
@@ -403,3 +360,54 @@ def _list_variables(ckpt: tf.train.Checkpoint) -> list[tf.Variable]:
     """Returns the variables that a checkpoint holds."""
     descendants = map(unwrap, tf.train.TrackableView(ckpt).descendants())
     return [item for item in descendants if isinstance(item, tf.Variable)]
+
+
+def check_written(state: State, graph: tf.Graph) -> None:
+    """Refuses a step that writes something that no checkpoint holds, or that replicas share.
+
+    Args:
+        state: of the run
+        graph: of the step
+
+    Raises:
+        SetupError: the graph writes such a variable, or a lookup table.
+    """
+    unsaved = [*_find_unsaved_variables(state, graph), *_find_unsaved_tables(state, graph)]
+    if unsaved:
+        raise reject_unsaved(unsaved[0])
+
+
+def reject_unsaved(name: str) -> SetupError:
+    """Returns the error for a variable or a table that a step writes and no checkpoint holds."""
+    return SetupError(
+        f"the step writes {name}, which was made outside of the hooks, and is in no checkpoint; "
+        "make variables in create_model, return lookup tables from create_ckpt."
+    )
+
+
+def _find_unsaved_variables(state: State, graph: tf.Graph) -> list[str]:
+    """Returns the names of the variables that a graph writes and that no checkpoint holds."""
+    strategy = state.strategy
+    recorded = state.recording.variables
+    shared = set()
+    if strategy.num_replicas_in_sync > 1:
+        # A variable made elsewhere exists once, so several replicas would share it.
+        shared = {id(v) for name, v in recorded.items() if name.startswith("elsewhere")}
+    saved_handles = {
+        id(component.handle)
+        for variable in (*recorded.values(), *_list_variables(state.ckpt), *state.data.held)
+        if id(variable) not in shared
+        for component in strategy.experimental_local_results(variable)
+    }
+    unsaved_handles = set(map(id, find_written_resources(graph))) - saved_handles
+    return [v.name.split(":")[0] for v in graph.variables if id(v.handle) in unsaved_handles]
+
+
+def _find_unsaved_tables(state: State, graph: tf.Graph) -> list[str]:
+    """Describes each lookup table that a graph writes and that no checkpoint holds."""
+    ops = add_called_ops(graph.get_operations())
+    if not any(op.type in _WRITING_TABLES for op in ops):
+        return []
+    named = set(map(id, tf.train.TrackableView(state.ckpt).descendants()))
+    tables = [table for table in find_tables(graph) if hasattr(table, "insert")]
+    return ["a lookup table" for table in tables if id(table) not in named]

@@ -122,8 +122,12 @@ class Run:
 
 @contextlib.contextmanager
 def open_session(run: Run, console: Console) -> Iterator[None]:
-    """Opens the run's log and console, and closes them however the run ends."""
-    activate(console)
+    """Opens the run's log and console, and closes them however the run ends.
+
+    A hook may open another run meanwhile, as ``ctl.load`` does: afterwards, the console is again
+    the one that was active before.
+    """
+    console_before = activate(console)
     step_of_summaries = tf.summary.experimental.get_step()
     try:
         yield
@@ -138,7 +142,7 @@ def open_session(run: Run, console: Console) -> Iterator[None]:
     finally:
         tf.summary.experimental.set_step(step_of_summaries)
         console.stop()
-        activate(None)
+        activate(console_before)
         run.close()
 
 

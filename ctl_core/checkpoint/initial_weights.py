@@ -1,6 +1,14 @@
-"""The weights that a run begins with, where ``init_from`` says which."""
+"""The weights that a run starts with if ``init_from`` names a run, a Keras file or a SavedModel.
 
+``init_skip`` leaves variables out. All others must be in the source, in the same shape.
+"""
+
+import collections
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -9,89 +17,465 @@ import tensorflow as tf
 from ctl_core.checkpoint.position import UNREADABLE
 from ctl_core.checkpoint.record import find_user_part
 from ctl_core.checkpoint.source import is_model, read_source
-from ctl_core.model.state import State
-from ctl_core.numerics.replicas import ReplicaCopies
-from ctl_core.numerics.variables import name_variable
-from ctl_core.run.console import Console
+from ctl_core.compat import SavedObject, read_object_graph
+from ctl_core.hooks.hooks import Hook
+from ctl_core.numerics.variables import make_trackable, name_variable, unwrap, walk
 from ctl_core.run.errors import SetupError, format_error
 from ctl_core.run.files import relative_path
+from ctl_core.run.settings import Config
+from ctl_core.types import Model, Variable
+
+_MOST_NAMES = 20  # in a message
+_MOST_FLAGS = 6
+_Shape = tuple[int, ...]
 
 
-def load_initial_weights(state: State, console: Console) -> None:
-    """Gives the model of a run that begins the weights of ``init_from``, as they were trained.
+@dataclasses.dataclass
+class InitialWeights:
+    """What was loaded into a model, and what was not.
+
+    Attributes:
+        source: a description of the run or file
+        paths: of the variables that the model has, by identity
+        skipped: the identities of those that ``init_skip`` leaves out
+        misfits: by identity, why a variable cannot be loaded, as far as that is known
+    """
+
+    source: str
+    paths: dict[int, str]
+    skipped: frozenset[int]
+    misfits: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def is_skipped(self, variable: Variable) -> bool:
+        """Returns whether a variable keeps its initial value."""
+        return id(unwrap(variable)) in self.skipped
+
+    def compare(self, variable: Variable, saved: _Shape | None) -> None:
+        """Notes whether a variable fits what is saved.
+
+        Args:
+            variable: a variable of the model
+            saved: the shape of its saved value; None if there is none
+        """
+        key, shape = id(unwrap(variable)), tuple(variable.shape)
+        self.misfits.pop(key, None)
+        if saved is None:
+            self.misfits[key] = "not in the source"
+        elif saved != shape:
+            self.misfits[key] = f"shape {shape}, {saved} in the source"
+
+    def list_errors(self) -> list[str]:
+        """Returns a description of each variable that does not fit and is not skipped."""
+        return [self._describe(key) for key in self.misfits if key not in self.skipped]
+
+    def list_skipped(self) -> list[str]:
+        """Returns a description of each variable that is skipped."""
+        return [self._describe(key) for key in self.paths if key in self.skipped]
+
+    def suggest_patterns(self) -> list[str]:
+        """Returns patterns that match the variables that do not fit, and no others.
+
+        These are a pattern for each layer of which nothing fits, such as ``head/*``, and paths.
+        """
+        fitting = [path for key, path in self.paths.items() if key not in self.misfits]
+        patterns: list[str] = []
+        for key in self.misfits:
+            path = self.paths[key]
+            layer, slash, _ = path.rpartition("/")
+            is_whole = slash and not any(other.startswith(f"{layer}/") for other in fitting)
+            pattern = f"{layer}/*" if is_whole else path
+            if key not in self.skipped and pattern not in patterns:
+                patterns.append(pattern)
+        return patterns
+
+    def describe(self) -> list[str]:
+        """Returns the lines for the console: what was taken, and what was skipped."""
+        count = len(self.paths)
+        if not self.skipped:
+            return [f"init_from: all {count} variables are those of {self.source}."]
+        skipped = len(self.skipped)
+        return [
+            f"init_from: {count - skipped} of {count} variables are those of {self.source}.",
+            f"init_skip: {skipped} of {count} variables keep their initial values: "
+            f"{_join(self.list_skipped())}.",
+        ]
+
+    def _describe(self, key: int) -> str:
+        path = self.paths[key]
+        if key in self.misfits:
+            return f"{path} ({self.misfits[key]})"
+        return path
+
+
+def load_initial_weights(model: Model, hook: Hook, config: Config) -> InitialWeights:
+    """Loads the weights that ``init_from`` names into the variables of a model.
+
+    In a cluster, every process loads them for its own replicas. Random generators are left out.
+
+    Args:
+        model: a model whose variables exist
+        hook: the hook that created the model, for messages
+        config: the settings, with ``init_from`` and ``init_skip``
+
+    Returns:
+        What was loaded, and what was skipped.
 
     Raises:
-        SetupError: they cannot be read, or are not those of the model.
+        SetupError: the weights cannot be read, or a variable that is not skipped does not fit.
     """
-    path = state.config.init_from
-    if path is None:
-        return
-    # Random numbers are of this run's seed.
-    with ReplicaCopies(state.strategy, state.recording.generators).put_back_after():
-        what = _load_model(state, Path(path)) if is_model(path) else _load_run(state, path)
-    if state.average:
-        state.average.begin()
-    console.say(f"init_from: the weights are those of {what}.")
-
-
-def _load_model(state: State, path: Path) -> str:
-    """Reads a ``.keras`` or ``.weights.h5`` file, or a SavedModel; returns what it is called."""
-    model, hook, what = state.train_model, state.hooks.create_model, relative_path(path)
-    if not isinstance(model, keras.Model):
-        raise SetupError(
-            f"init_from: {what} is for a Keras model, and {hook} returns another; take a run."
-        )
-    # Keras' files hold a kernel with its adapter added up, and reading one makes both matrices of
-    # the adapter 0, of which no gradient would ever move any.
-    adapters = ("lora_kernel_", "lora_embeddings_")
-    missing = [weight.path for weight in model.weights if weight.name.startswith(adapters)]
-    values = None
-    if path.is_dir():
-        values = _read_saved_model(path)
-        missing = [weight.path for weight in model.weights if weight.path not in values]
-    if missing:
-        wanted = len(model.weights)
-        raise SetupError(
-            f"init_from: {what} fits {wanted - len(missing)} of the {wanted} weights of {hook}: "
-            f"{', '.join(missing[:5])} are not there. Load what fits in create_model."
-        )
+    assert config.init_from is not None
+    paths = _find_paths(model)
+    skipped = frozenset(
+        key
+        for key, path in paths.items()
+        if any(_matches(path, pattern, model) for pattern in config.init_skip or [])
+    )
+    path = Path(config.init_from)
+    if is_model(config.init_from):
+        weights = InitialWeights(relative_path(path), paths, skipped)
+        load: Callable[[], None] = _FileLoader(weights, model, hook, path).load
+    else:
+        run = read_source("init_from", config.init_from, config.runs_dir)
+        step = run.find_steps()[0]
+        weights = InitialWeights(f"{relative_path(run.run)}, step {step}", paths, skipped)
+        checkpoint = find_user_part(run.folder, step)
+        load = _RunLoader(weights, model, hook, str(checkpoint)).load
     try:
-        if values is None:
-            model.load_weights(path)
-        else:
-            for weight in model.weights:
+        load()
+    except SetupError:
+        check_patterns(model, config)  # a misspelt pattern is the probable cause
+        raise
+    return weights
+
+
+def check_patterns(model: Model, config: Config) -> None:
+    """Refuses a pattern of ``init_skip`` that matches no variable of a complete model.
+
+    Raises:
+        SetupError: there is one; the message lists the paths of the variables.
+    """
+    paths = list(_find_paths(model).values())
+    for pattern in config.init_skip or []:
+        if not any(_matches(path, pattern, model) for path in paths):
+            raise SetupError(
+                f"init_skip: {pattern!r} matches no variable of create_model; its variables are "
+                f"{_join(paths)}."
+            )
+
+
+def _find_paths(model: Model) -> dict[int, str]:
+    """Returns the paths of a model's variables, such as ``head/kernel``, by identity.
+
+    The name of the model, which begins the paths of some models, is left out.
+    """
+    prefix = _name_model(model)
+    return {
+        id(unwrap(variable)): name_variable(variable).removeprefix(prefix)
+        for variable in list_weights(model)
+    }
+
+
+def _matches(path: str, pattern: str, model: Model) -> bool:
+    """Returns whether a glob matches a path, with or without the name of the model."""
+    return fnmatch.fnmatchcase(path, pattern.removeprefix(_name_model(model)))
+
+
+def _name_model(model: Model) -> str:
+    if isinstance(model, keras.Model):
+        return f"{model.name}/"
+    return ""
+
+
+def _join(names: Sequence[str]) -> str:
+    """Returns the names as a list for a message, which may be cut."""
+    text = ", ".join(names[:_MOST_NAMES])
+    if len(names) > _MOST_NAMES:
+        text += f" and {len(names) - _MOST_NAMES} more"
+    return text
+
+
+def list_weights(model: Model) -> list[Variable]:
+    """Returns the variables of a model, except Keras' metrics and random generators."""
+    left_out = _find_left_out(model)
+    trackable = make_trackable(model)  # kept in a variable, since a view does not hold it
+    descendants = tf.train.TrackableView(trackable).descendants()
+    variables = {id(unwrap(item)): item for item in descendants if _is_variable(item)}
+    return [variable for key, variable in variables.items() if key not in left_out]
+
+
+def _find_left_out(model: Model) -> set[int]:
+    """Returns the identities of the Keras variables that are no weights."""
+    left_out: set[int] = set()
+    for layer in walk(model):
+        if isinstance(layer, keras.Layer):
+            left_out |= {id(unwrap(variable)) for variable in layer.variables}
+            left_out -= {id(unwrap(variable)) for variable in layer.weights}
+    return left_out
+
+
+def _is_variable(item: Any) -> bool:
+    return isinstance(item, tf.Variable | keras.Variable)
+
+
+def _refuse_misfits(weights: InitialWeights, hook: Hook) -> None:
+    """Refuses variables that do not fit and are not skipped.
+
+    Raises:
+        SetupError: there are some.
+    """
+    errors = weights.list_errors()
+    if errors:
+        patterns = weights.suggest_patterns()
+        flags = [f"--init-skip '{pattern}'" for pattern in patterns[:_MOST_FLAGS]]
+        if len(patterns) > _MOST_FLAGS:
+            flags.append("and so on")
+        raise SetupError(
+            f"init_from: {weights.source} does not fit {hook}: {_join(errors)}. To keep their "
+            f"initial values instead, add {' '.join(flags)}."
+        )
+
+
+@dataclasses.dataclass
+class _FileLoader:
+    """Loads a ``.keras`` or ``.weights.h5`` file, or a SavedModel."""
+
+    weights: InitialWeights
+    model: Model
+    hook: Hook
+    path: Path
+
+    def load(self) -> None:
+        model, source = self.model, self.weights.source
+        if not isinstance(model, keras.Model):
+            raise SetupError(
+                f"init_from: {source} is for a Keras model, and {self.hook} returns another; take "
+                "a run."
+            )
+        if self.path.is_dir():
+            self._load_saved_model(model)
+            return
+        self._refuse_adapters(model)
+        kept = [
+            (weight, keras.ops.convert_to_numpy(weight))
+            for weight in model.weights
+            if self.weights.is_skipped(weight)
+        ]
+        try:
+            with _WatchedLayers(model, self.weights):
+                model.load_weights(self.path)
+        except Exception as error:
+            _refuse_misfits(self.weights, self.hook)
+            raise SetupError(
+                f"init_from: {source} does not fit {self.hook}: {format_error(error)}"
+            ) from error
+        for weight, value in kept:  # a layer with an adapter sets that to 0 itself
+            weight.assign(value)
+
+    def _load_saved_model(self, model: keras.Model) -> None:
+        values = _read_saved_model(self.path)
+        for weight in model.weights:
+            value = values.get(weight.path)
+            self.weights.compare(weight, None if value is None else value.shape)
+        _refuse_misfits(self.weights, self.hook)
+        for weight in model.weights:
+            if not self.weights.is_skipped(weight):
                 weight.assign(values[weight.path])
-    except Exception as error:
-        raise SetupError(f"init_from: {what} does not fit {hook}: {format_error(error)}") from error
-    return what
+
+    def _refuse_adapters(self, model: keras.Model) -> None:
+        """Refuses LoRA's matrices, unless they are skipped.
+
+        Keras' files hold a kernel with its adapter added up, and reading one makes both matrices of
+        the adapter 0, of which no gradient would ever move any.
+        """
+        for weight in model.weights:
+            if weight.name.startswith(("lora_kernel_", "lora_embeddings_")):
+                self.weights.compare(weight, None)
+        _refuse_misfits(self.weights, self.hook)
+
+
+class _WatchedLayers:
+    """Compares what each layer of a model loads from a Keras file, and leaves out what is skipped.
+
+    A layer names its values in a file itself, in ``save_own_variables``. So the values that it has
+    are saved under these names, and those that are skipped replace the ones of the file.
+    """
+
+    def __init__(self, model: keras.Model, weights: InitialWeights) -> None:
+        descendants = tf.train.TrackableView(model).descendants()
+        self._layers = [item for item in descendants if isinstance(item, keras.Layer)]
+        self._weights = weights
+
+    def __enter__(self) -> None:
+        for layer in self._layers:
+            vars(layer)["load_own_variables"] = self._watch(layer)
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._layers:
+            del vars(layer)["load_own_variables"]
+
+    def _watch(self, layer: keras.Layer) -> Callable[[Any], None]:
+        load, weights = layer.load_own_variables, self._weights
+
+        def load_own_variables(store: Any) -> None:
+            current: dict[str, Any] = {}
+            layer.save_own_variables(current)
+            values = {name: store[name] for name in store.keys()}  # noqa: SIM118
+            for name, variable in current.items():
+                if id(unwrap(variable)) not in weights.paths:
+                    continue
+                saved = values.get(name)
+                weights.compare(variable, None if saved is None else tuple(saved.shape))
+                if weights.is_skipped(variable):
+                    values[name] = variable
+            load(values)
+
+        return load_own_variables
 
 
 def _read_saved_model(path: Path) -> dict[str, np.ndarray]:
-    """Returns what variables hold by name, without names that several have who differ."""
-    loaded = tf.saved_model.load(str(path))  # which a view does not hold
-    parts = tf.train.TrackableView(loaded).descendants()
-    pairs = [(name_variable(p), p.numpy()) for p in parts if isinstance(p, tf.Variable)]
+    """Returns the values of the variables by name, except where variables of one name differ.
+
+    Raises:
+        SetupError: the SavedModel cannot be read.
+    """
+    try:
+        loaded = tf.saved_model.load(str(path))  # kept in a variable, since a view does not hold it
+        parts = tf.train.TrackableView(loaded).descendants()
+        pairs = [(name_variable(p), p.numpy()) for p in parts if isinstance(p, tf.Variable)]
+    except (OSError, *UNREADABLE) as error:
+        raise SetupError(
+            f"init_from: {relative_path(path)} cannot be read: {format_error(error)}"
+        ) from error
     values = dict(pairs)
     doubtful = {name for name, value in pairs if not np.array_equal(values[name], value)}
     return {name: value for name, value in pairs if name not in doubtful}
 
 
-def _load_run(state: State, text: str) -> str:
-    """Reads the weights of a run's checkpoint, by their place there; returns what it is called."""
-    hook = state.hooks.create_model
-    source = read_source("init_from", text, state.config.runs_dir)
-    step = source.find_steps()[0]
-    what = f"{relative_path(source.run)}, step {step}"
-    children = tf.train.TrackableView.children(state.ckpt).items()
-    model = {n: part for n, part in children if part is state.train_model or n == "train_model"}
-    if not model:
-        raise SetupError(f"init_from: {state.hooks.create_ckpt} returns no ckpt with train_model.")
-    try:
-        path = str(find_user_part(source.folder, step))
-        tf.train.Checkpoint(**model).read(path).assert_existing_objects_matched()
-    except (ValueError, AssertionError, *UNREADABLE) as error:
-        raise SetupError(
-            f"init_from: {what} does not fit {hook}: {format_error(error)} Load what fits in "
-            "create_model."
-        ) from error
-    return what
+@dataclasses.dataclass
+class _RunLoader:
+    """Loads the model in a checkpoint of a run."""
+
+    weights: InitialWeights
+    model: Model
+    hook: Hook
+    checkpoint: str
+
+    def load(self) -> None:
+        trackable = make_trackable(self.model)
+        try:
+            objects = read_object_graph(self.checkpoint)
+            name = self._find_model(trackable, objects)
+            pairs = _pair_variables(trackable, objects[0].children[name], objects)
+            for variable, position in pairs:
+                if id(unwrap(variable)) in self.weights.paths:
+                    saved = None if position is None else objects[position].shape
+                    self.weights.compare(variable, saved)
+            _refuse_misfits(self.weights, self.hook)
+            left_out = self.weights.skipped | _find_left_out(self.model)
+            root = tf.train.Checkpoint(**{name: _leave_out(trackable, left_out)})
+            status = root.read(self.checkpoint)
+            status.assert_existing_objects_matched()
+            status.expect_partial()  # the rest of the checkpoint is not needed
+        except (ValueError, AssertionError, *UNREADABLE) as error:
+            raise SetupError(
+                f"init_from: {self.weights.source} does not fit {self.hook}: {format_error(error)}"
+            ) from error
+
+    def _find_model(self, trackable: Any, objects: list[SavedObject]) -> str:
+        """Returns the name under which the ``create_ckpt`` of another run saved the model.
+
+        Raises:
+            SetupError: no object or several objects of the checkpoint have all the variables that
+                are not skipped.
+        """
+        names = sorted(name for name in objects[0].children if not name.startswith("_"))
+        if "train_model" in names:
+            return "train_model"
+        fitting = [
+            name
+            for name in names
+            if self._has_variables(trackable, objects[0].children[name], objects)
+        ]
+        if not fitting:
+            raise SetupError(
+                f"init_from: {self.weights.source} holds {', '.join(names)}, of which none has the "
+                "variables of train_model; to keep the initial values of some variables, add "
+                "--init-skip 'head/*'."
+            )
+        if len(fitting) > 1:
+            raise SetupError(
+                f"init_from: {self.weights.source} holds several models that fit: "
+                f"{', '.join(fitting)}; load one in create_model by "
+                "tf.train.Checkpoint(NAME=model).read(...)."
+            )
+        return fitting[0]
+
+    def _has_variables(self, trackable: Any, position: int, objects: list[SavedObject]) -> bool:
+        """Returns whether a saved object has, at the same paths, all variables to be loaded."""
+        to_load = self.weights.paths.keys() - self.weights.skipped
+        return all(
+            saved is not None
+            for variable, saved in _pair_variables(trackable, position, objects)
+            if id(unwrap(variable)) in to_load
+        )
+
+
+def _pair_variables(
+    trackable: Any, position: int, objects: list[SavedObject]
+) -> list[tuple[Variable, int | None]]:
+    """Returns each variable of an object with the position of its saved value.
+
+    Args:
+        trackable: the object with variables
+        position: the position of the saved object in ``objects``
+        objects: the objects of the checkpoint
+
+    Returns:
+        Pairs of a variable and a position in ``objects``; None where nothing is saved at any of the
+        paths to the variable.
+    """
+    pairs: dict[int, tuple[Any, int | None]] = {}
+    owners: dict[int, int] = {}  # a saved object belongs to the first object that is met
+    waiting: collections.deque[tuple[Any, int | None]] = collections.deque([(trackable, position)])
+    while waiting:
+        item, saved = waiting.popleft()
+        # Several lists hold the variables of a layer. If their order has changed, a position in
+        # them is that of another variable, which has been met before by its attribute.
+        if saved is not None and owners.setdefault(saved, id(item)) != id(item):
+            saved = None
+        if id(item) in pairs and (saved is None or pairs[id(item)][1] is not None):
+            continue
+        pairs[id(item)] = (item, saved)
+        saved_children = {} if saved is None else objects[saved].children
+        for name, child in tf.train.TrackableView.children(item).items():
+            waiting.append((child, saved_children.get(name)))
+    return [(item, saved) for item, saved in pairs.values() if _is_variable(item)]
+
+
+def _leave_out(trackable: Any, left_out: Collection[int]) -> Any:
+    """Returns an object with the same children at the same paths, except some variables.
+
+    Whatever holds none of these variables is in it as it is.
+
+    Args:
+        trackable: an object that a ``tf.train.Checkpoint`` can hold
+        left_out: the identities of variables
+    """
+    items = tf.train.TrackableView(trackable).descendants()
+    children = {id(item): tf.train.TrackableView.children(item) for item in items}
+    parents: dict[int, list[int]] = collections.defaultdict(list)
+    for parent, named in children.items():
+        for child in named.values():
+            parents[id(child)].append(parent)
+    waiting = [id(item) for item in items if id(unwrap(item)) in left_out]
+    removed, replaced = set(waiting), dict[int, Any]()
+    while waiting:
+        for parent in parents[waiting.pop()]:
+            if parent not in replaced:
+                replaced[parent] = tf.train.Checkpoint()
+                waiting.append(parent)
+    for parent, replacement in replaced.items():
+        for name, child in children[parent].items():
+            if id(child) not in removed:
+                setattr(replacement, name, replaced.get(id(child), child))
+    return replaced.get(id(trackable), trackable)

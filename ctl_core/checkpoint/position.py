@@ -19,6 +19,7 @@ from ctl_core.compat import (
     restore_position,
     stops_on_empty_dataset,
 )
+from ctl_core.input.caches import has_snapshot, list_cache_files, list_unfinished_caches
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
@@ -51,6 +52,9 @@ class InputPosition:
         self._state = state
         self._console = console
         reader = state.data.reader
+        self._caches = reader is None and (
+            has_snapshot(state.data.dataset) or bool(list_cache_files(state.data.dataset))
+        )
         if reader is not None:
             self._obstacle = reader.why_not
         else:
@@ -65,7 +69,7 @@ class InputPosition:
             "last_batch": config.last_batch,
             "overfit_batches": config.overfit_batches,
             "batches_read_at_once": 0 if data.reader else data.unit,
-            "whole": data.shape.shares if data.whole else 0,
+            "whole": 0 if data.shape.by_rows else data.shape.shares,
             "folder": os.getcwd(),
         }
 
@@ -78,6 +82,9 @@ class InputPosition:
         """
         data = self._state.data
         obstacle = self._obstacle
+        if data.reader is None and self._is_filling_cache():
+            # A resumed run reads from the start, at most one pass, and fills the cache again.
+            return []
         if obstacle is None:
             try:
                 if data.reader is None:
@@ -93,6 +100,14 @@ class InputPosition:
             "run will read and drop. For random changes to examples, see ctl.data.with_seeds."
         )
         return []
+
+    def _is_filling_cache(self) -> bool:
+        """Returns whether the position refers to parts of a cache file, or to a snapshot.
+
+        Those parts do not survive a kill, and their position could not be restored without them.
+        """
+        dataset = self._state.data.dataset
+        return self._caches and (has_snapshot(dataset) or bool(list_unfinished_caches(dataset)))
 
     def write(self, tensors: list[tf.Tensor], record: Record, prefix: Path) -> None:
         """Writes the result of ``take``, and notes in the record whether it is complete."""

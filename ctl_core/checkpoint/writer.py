@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ctl_core.checkpoint.record import Record, keep_best, remove_orphans, write_record
 from ctl_core.cluster.sync import is_peer_lost
-from ctl_core.compat import GraphCheckpoint, hold_objects, make_node
+from ctl_core.compat import GraphCheckpoint, Node, hold_objects, saves_itself
 from ctl_core.model.state import State
 from ctl_core.numerics.replicas import define_copy
 from ctl_core.numerics.variables import name_variable, unwrap
@@ -23,7 +23,8 @@ from ctl_core.run.errors import RunError, format_error
 from ctl_core.run.files import relative_path
 
 _ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
-_BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by size in bytes
+# By size in bytes; 16 are those of complex128, which become two numbers.
+_BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64, 16: tf.int64}
 
 
 class StagingCopy:
@@ -43,14 +44,14 @@ class StagingCopy:
         copies: dict[int, Any] = {id(original): self.checkpoint}
         for part in parts:
             copy = copies.get(id(part))  # none of the counter, nor of what is inside a variable
-            if copy is None or copy is part or isinstance(copy, tf.Variable):
+            if not isinstance(copy, Node | GraphCheckpoint):
                 continue
             for name, child in tf.train.TrackableView.children(part).items():
                 if part is original and name == "save_counter":
                     continue  # the copy makes its own
                 if id(child) not in copies:
                     copies[id(child)] = _copy_part(child)
-                setattr(copy, name, copies[id(child)])
+                copy.children[name] = copies[id(child)]
         self.is_whole = self.checkpoint._in_graph = all(
             copies.get(id(part)) is not part for part in parts
         )
@@ -62,13 +63,13 @@ class StagingCopy:
 
 
 def _copy_part(part: Any) -> Any:
-    """Returns a variable of the same name and shape, an empty object, or what saves itself."""
+    """Returns a variable of the same name and shape, an empty node, or what saves itself."""
     variable = unwrap(part)
     if isinstance(variable, tf.Variable):
         with tf.device("CPU:0"):
             zeros = tf.zeros(variable.shape, variable.dtype)
             return tf.Variable(zeros, trainable=False, name=variable.name.split(":")[0])
-    return make_node(part)
+    return part if saves_itself(part) else Node()
 
 
 class Writer:
@@ -137,10 +138,11 @@ class Divergence:
     """
 
     def __init__(self, state: State, variables: Iterable[Any]) -> None:
-        """``variables`` must be the same everywhere; those that are numbers are compared."""
-        mirrored = [v for v in variables if isinstance(v, tf.distribute.DistributedValues)]
-        numbers = [v for v in mirrored if v.dtype.is_floating or v.dtype.is_integer]
-        compared = numbers if state.strategy.num_replicas_in_sync > 1 else []
+        """``variables`` must be the same everywhere."""
+        compared = []
+        if state.strategy.num_replicas_in_sync > 1:
+            mirrored = tf.distribute.DistributedValues
+            compared = [variable for variable in variables if isinstance(variable, mirrored)]
         self._names = [name_variable(variable) for variable in compared]
         self._cluster = state.cluster
         copies = [state.strategy.experimental_local_results(variable) for variable in compared]
@@ -172,10 +174,19 @@ class Divergence:
 def _digest(variable: Any) -> tf.Tensor:
     """Sums up a variable's bits, each element times an odd number of its position, mod 2**64."""
     with tf.device(variable.device):
-        value = variable.read_value()
-        bits = tf.reshape(tf.cast(tf.bitcast(value, _BITS[value.dtype.size]), tf.int64), [-1])
+        bits = tf.reshape(tf.cast(_read_bits(variable), tf.int64), [-1])
         factors = tf.range(tf.size(bits, tf.int64)) * _ODD * 2 + 1
         return tf.reduce_sum(bits * factors)
+
+
+def _read_bits(variable: Any) -> tf.Tensor:
+    """Returns a variable's value as integers that differ if the value does."""
+    value = variable.read_value()
+    if value.dtype == tf.string:
+        return tf.strings.to_hash_bucket_fast(value, 2**62)
+    if value.dtype.is_bool:
+        return value
+    return tf.bitcast(value, _BITS[value.dtype.size])
 
 
 @contextlib.contextmanager

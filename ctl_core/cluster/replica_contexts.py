@@ -64,7 +64,11 @@ class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
     def all_gather(self, value: Structure, axis: int, options: Options = None) -> Structure:
         """Returns the value repeated once for each replica."""
         replicas = self.strategy.num_replicas_in_sync
-        return tf.nest.map_structure(lambda tensor: tf.concat([tensor] * replicas, axis), value)
+
+        def repeat(tensor: tf.Tensor) -> tf.Tensor:
+            return tf.concat([tf.identity(tensor)] * replicas, axis)
+
+        return tf.nest.map_structure(repeat, value)
 
 
 class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]

@@ -1,6 +1,7 @@
-"""SIGINT and SIGTERM: the first of them stops a run, which is saved; a second SIGINT ends it.
+"""SIGINT and SIGTERM: the first one stops a run and saves it; a second SIGINT ends it at once.
 
-What one process has received it tells the others between two graph calls: see sync.py.
+A signal that only one process receives is passed to the others between two graph calls: see
+sync.py.
 """
 
 from __future__ import annotations
@@ -10,61 +11,71 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import TypeAlias
 
-# How long a signal may be repeated without meaning a second one (seconds).
+# How long a signal may be repeated without counting as a second one (seconds).
 SAME_SIGNAL = 1.0
 INTERRUPTED = 128 + signal.SIGINT
 
+# The handlers that signal.signal accepts and returns; None if the handler is not Python's.
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+
 
 class Signals:
-    """Within, SIGINT and SIGTERM are noted, each once; a second SIGINT raises KeyboardInterrupt.
+    """Notes SIGINT and SIGTERM while it is entered, each of them once.
 
-    What comes within a second of the first is taken for the same: a process manager may signal a
-    whole cluster, of which the supervisor passes it on as well. In a thread that is not the main
-    one, the program there decides what signals do.
+    A second SIGINT raises KeyboardInterrupt. If it comes within a second of the first, it counts as
+    the same: a process manager may signal a whole cluster, whose supervisor passes the signal on to
+    the same processes. Outside of the main thread nothing is noted, and the program there decides
+    what signals do.
 
     Python calls a handler between two of its own instructions, so not before a graph call ends.
 
     Attributes:
-        numbers: of those that were noted, in their order
+        numbers: the numbers of the signals that were noted, in order of arrival
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        """``say`` is told what a signal does, in a thread of its own."""
+        """``say`` is called with a line about the effect of a signal, in a separate thread."""
         self.numbers: list[int] = []
         self._say = say
         self._interrupted_at = 0.0
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Handler] = {}
         self._process = os.getpid()
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+                self._previous_handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     @property
     def received(self) -> int | None:
-        """The number of the first one, or None."""
-        return next(iter(self.numbers), None)
+        """The number of the first signal that was noted, or None."""
+        return self.numbers[0] if self.numbers else None
 
-    def _note(self, number: int, _: object) -> None:
-        if os.getpid() != self._process:  # forked off the run, as by multiprocessing
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a child that multiprocessing, for one, has forked
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         elif number not in self.numbers:
-            self.numbers.append(number)
-            name = signal.Signals(number).name
-            text = f"{name}: the run stops after what is running now, and is saved"
-            if number == signal.SIGINT:
-                self._interrupted_at = time.monotonic()
-                text += "; Ctrl-C again, a second or more from now, ends it at once"
-            if self._say is not None:  # the main thread may hold the lock that it takes
-                threading.Thread(target=self._say, args=(f"{text}.",), daemon=True).start()
+            self._note_first(number)
         elif number == signal.SIGINT and time.monotonic() > self._interrupted_at + SAME_SIGNAL:
             raise KeyboardInterrupt
+
+    def _note_first(self, number: int) -> None:
+        """Notes a signal that has not come before, and says what it does."""
+        self.numbers.append(number)
+        name = signal.Signals(number).name
+        text = f"{name}: the run stops after what is running now, and is saved"
+        if number == signal.SIGINT:
+            self._interrupted_at = time.monotonic()
+            text += "; Ctrl-C again, a second or more from now, ends it at once"
+        if self._say is not None:
+            # In a thread, because the main thread may hold the lock that printing takes.
+            threading.Thread(target=self._say, args=(f"{text}.",), daemon=True).start()

@@ -1,11 +1,11 @@
 """A cluster on this machine: ``./train.sh --workers K`` starts K processes and watches over them.
 
-The supervisor here never imports TensorFlow. Each worker is the same command line again, with a
-``TF_CONFIG`` that names its place in the cluster. Worker 0 is the chief and has the supervisor's
-console; what the others print is kept in ``runs/NAME/worker-<i>.log``.
+The supervisor never imports TensorFlow. Each worker is the same command line again, with a
+``TF_CONFIG`` that names its place in the cluster. Worker 0 is the chief and prints to the
+supervisor's console; the output of the others is written to ``runs/NAME/worker-<i>.log``.
 
-A cluster in which one process is gone cannot go on: collectives wait for all. So the supervisor
-stops the others and starts all of them again, from the last checkpoint.
+A cluster cannot continue after one process is gone, because collectives wait for all. So the
+supervisor stops the others and starts all of them again, from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 from ctl_core.cluster.signals import Signals
 from ctl_core.run.errors import PeerLost, RunError, SetupError
@@ -29,37 +29,46 @@ from ctl_core.run.errors import PeerLost, RunError, SetupError
 if TYPE_CHECKING:
     from ctl_core.run.settings import Config
 
+Worker: TypeAlias = subprocess.Popen[bytes]
+# The exit codes of the workers that have ended, by their index.
+ExitCodes: TypeAlias = dict[int, int]
+
 # Names the file descriptor of a pipe that ends when the supervisor does.
 PIPE = "SUPERVISOR_PIPE"
 # After one worker failed, how long the others may take to end by themselves (seconds).
 PEER_GRACE = 5.0
-# Exit codes of a worker that has done what it was told to; and those that a new start would have.
+# The exit codes of a worker that has trained to its end, or was stopped by a signal.
 ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+# The exit codes of failures that a restart would repeat.
 FAILED = (RunError.exit_code, SetupError.exit_code)
 
 
 def die_with_supervisor() -> bool:
-    """Returns whether this is a worker; it, and what it has started, end with the supervisor."""
+    """Returns True in a worker, which then ends, with all it has started, with the supervisor."""
+    pipe = os.environ.pop(PIPE, "")
+    if not pipe:
+        return False
+    os.set_inheritable(int(pipe), False)
+    threading.Thread(target=_wait_for_end, args=(int(pipe),), daemon=True).start()
+    return True
 
-    def wait_for_end(pipe: int) -> None:
-        os.read(pipe, 1)
-        os.killpg(os.getpid(), signal.SIGKILL)
 
-    if pipe := os.environ.pop(PIPE, ""):
-        os.set_inheritable(int(pipe), False)
-        threading.Thread(target=wait_for_end, args=(int(pipe),), daemon=True).start()
-    return bool(pipe)
+def _wait_for_end(pipe: int) -> None:
+    """Kills this process's group once the other end of a pipe is closed."""
+    os.read(pipe, 1)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def start_cluster(argv: Sequence[str], config: Config) -> int:
     """Trains in a cluster of ``config.workers`` processes; returns the exit code of the command.
 
-    Each gets the command line with their number and the run's name, which config.yaml may have.
+    Each process gets the command line, with the number of workers and the run's name, which may
+    come from config.yaml.
     """
-    workers, name = config.workers, str(config.run_name)
-    command = [sys.executable, "-m", "ctl_core", *argv, "--workers", str(workers)]
-    folder = Path(config.runs_dir) / name
-    return supervise([*command, "--run-name", name], folder, workers, config.max_restarts)
+    name = str(config.run_name)
+    command = [sys.executable, "-m", "ctl_core", *argv]
+    command += ["--workers", str(config.workers), "--run-name", name]
+    return supervise(command, Path(config.runs_dir) / name, config.workers, config.max_restarts)
 
 
 def supervise(
@@ -71,8 +80,14 @@ def supervise(
 ) -> int:
     """Starts workers, again after a crash, until they are done; returns the exit code.
 
-    No process of the cluster is left when this returns or raises, nor when it is killed. ``folder``
-    is the run folder, for the logs.
+    No process of the cluster is left when this returns or raises, nor when it is killed.
+
+    Args:
+        command: starts a worker
+        folder: of the run, for the logs
+        workers: how many there are
+        max_restarts: how many times all of them are started again at most
+        peer_grace: how long the others may take to end after one has failed (seconds)
 
     Raises:
         RunError: restarts are used up.
@@ -80,16 +95,15 @@ def supervise(
     """
     with Signals() as signals:
         for restarts in range(max_restarts + 1):
-            with start_workers(command, folder, workers) as started:
-                codes = _watch(started, signals, peer_grace)
-            crashed = [index for index, code in codes.items() if code not in ORDERLY]
+            with start_workers(command, folder, workers) as processes:
+                codes = _watch(processes, signals, peer_grace)
+            crashed = _list_crashed(codes, workers)
             if not crashed:
                 return codes[0]
-            if {codes[index] for index in crashed} == {PeerLost.exit_code}:  # whom they miss
-                crashed += [index for index in range(workers) if index not in codes]
             ended = ", ".join(_describe_end(index, codes.get(index)) for index in crashed)
             ended += f" (see {folder})"
-            if failed := [index for index in sorted(crashed) if codes.get(index) in FAILED]:
+            failed = [index for index in sorted(crashed) if codes.get(index) in FAILED]
+            if failed:
                 if failed[0] > 0:  # the chief has shown its own error
                     print(f"error: {ended}", file=sys.stderr, flush=True)
                 return codes[failed[0]]
@@ -99,6 +113,17 @@ def supervise(
                 again = f"restarting from the last checkpoint ({restarts + 1} of {max_restarts})"
                 print(f"warning: {ended}; {again}", flush=True)
     raise RunError(f"{ended}, and max_restarts is {max_restarts}; giving up.")
+
+
+def _list_crashed(codes: ExitCodes, workers: int) -> list[int]:
+    """Returns the workers that crashed.
+
+    If all that ended lost a peer, the peer is among those that did not end.
+    """
+    crashed = [index for index, code in codes.items() if code not in ORDERLY]
+    if {codes[index] for index in crashed} == {PeerLost.exit_code}:
+        crashed += [index for index in range(workers) if index not in codes]
+    return crashed
 
 
 def _describe_end(index: int, code: int | None) -> str:
@@ -111,19 +136,19 @@ def _describe_end(index: int, code: int | None) -> str:
 
 def find_free_ports(count: int) -> list[int]:
     """Returns different ports of the loopback device that nobody listens on."""
-    with contextlib.ExitStack() as held:
-        some = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in some]
+    with contextlib.ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in listeners]
 
 
 @contextlib.contextmanager
-def start_workers(
-    command: Sequence[str], folder: Path, workers: int
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Yields the processes of one start of the cluster, none of which outlives it."""
+def start_workers(command: Sequence[str], folder: Path, workers: int) -> Iterator[list[Worker]]:
+    """Yields the processes of one start of the cluster, none of which outlives the context."""
     cluster = {"worker": [f"127.0.0.1:{port}" for port in find_free_ports(workers)]}
-    started: list[subprocess.Popen[bytes]] = []
-    pipe, ours = os.pipe()
+    processes: list[Worker] = []
+    read_end, write_end = os.pipe()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         for index in range(workers):
@@ -132,49 +157,56 @@ def start_workers(
             environ = {
                 **os.environ,
                 "TF_CONFIG": json.dumps(place),
-                PIPE: str(pipe),
-                # What was printed before a crash is to be in the log.
+                PIPE: str(read_end),
+                # Everything that was printed before a crash is to be in the log.
                 "PYTHONUNBUFFERED": "1",
-                # So that all go through a set of texts, such as class names, in one order.
+                # All workers are to iterate over a set of texts, such as class names, in one order.
                 "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
             }
-            own = (folder / f"worker-{index}.log").open("ab") if index else contextlib.nullcontext()
-            with own as log:
+            with _open_log(folder, index) as log:
                 worker = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env=environ,
-                    pass_fds=(pipe,),
+                    pass_fds=(read_end,),
                     start_new_session=True,
                 )
-            started.append(worker)
-        yield started
+            processes.append(worker)
+        yield processes
     finally:
-        for worker in started:
+        for worker in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)  # and what it has started itself
+                os.killpg(worker.pid, signal.SIGKILL)  # including everything that it started
             worker.wait()
-        os.close(pipe)
-        os.close(ours)
+        os.close(read_end)
+        os.close(write_end)
 
 
-def _watch(
-    workers: Sequence[subprocess.Popen[bytes]], signals: Signals, peer_grace: float
-) -> dict[int, int]:
-    """Waits until all have ended, ``peer_grace`` at most after a failure; returns exit codes."""
-    codes: dict[int, int] = {}
-    told, deadline = 0, float("inf")
-    while len(codes) < len(workers) and time.monotonic() < deadline:
-        for number in signals.numbers[told:]:
-            told += 1
-            for worker in workers:
+def _open_log(folder: Path, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
+    """Opens the log of a worker; None for the chief, which prints to the supervisor's console."""
+    if index == 0:
+        return contextlib.nullcontext()
+    return (folder / f"worker-{index}.log").open("ab")
+
+
+def _watch(processes: Sequence[Worker], signals: Signals, peer_grace: float) -> ExitCodes:
+    """Passes signals on until all workers have ended; after a failure, ``peer_grace`` at most."""
+    codes: ExitCodes = {}
+    passed_on = 0
+    deadline = float("inf")
+    while len(codes) < len(processes) and time.monotonic() < deadline:
+        for number in signals.numbers[passed_on:]:
+            passed_on += 1
+            for worker in processes:
                 worker.send_signal(number)
-        for index, worker in enumerate(workers):
-            if index not in codes and (code := worker.poll()) is not None:
-                codes[index] = code
-                if code not in ORDERLY:  # the others wait for it in vain
-                    deadline = min(deadline, time.monotonic() + peer_grace)
+        for index, worker in enumerate(processes):
+            code = worker.poll()
+            if code is None or index in codes:
+                continue
+            codes[index] = code
+            if code not in ORDERLY:  # the others wait for it in vain
+                deadline = min(deadline, time.monotonic() + peer_grace)
         time.sleep(0.1)
     return codes

@@ -1,8 +1,8 @@
 """What the processes of a run tell each other between two graph calls.
 
 Every process of a cluster must make the same sequence of graph calls, or their collectives no
-longer meet. So whatever one process alone knows (a signal, its clock, a file that it cannot
-read) is told to all here, in an all-reduce of a few numbers, and all decide alike.
+longer meet. So anything that only one process knows (a signal, its clock, a file that it cannot
+read) is shared here, in an all-reduce of a few numbers, and all processes make the same decision.
 """
 
 import contextlib
@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +19,7 @@ from ctl_core.cluster.task import Task, describe_loss
 from ctl_core.run.errors import CtlError, PeerLost, RunError, SetupError
 from ctl_core.run.settings import Config
 
-# What TensorFlow says on the processes that are left when one is gone.
+# The errors that TensorFlow raises on the remaining processes when one is gone.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _ABORTED = "Collective ops is aborted by"
 _UNLIKE = re.compile("mismatch in the collective|is joining a group with size")
@@ -28,15 +27,19 @@ _UNLIKE = re.compile("mismatch in the collective|is joining a group with size")
 
 @dataclasses.dataclass(frozen=True)
 class LoopStatus:
-    """What a process knows after a graph call, and what all of them make of it.
+    """What a process knows after a graph call, and what all of them agree on.
 
     Attributes:
-        steps_per_call: most steps of the next graph call; the lowest counts
-        signal: the signal it received, or 0; the highest counts
-        save, end: whether a hook asked for a checkpoint, or for the end; one is enough
-        step, frozen, data: a number of what was drawn; must be the same everywhere
-        first, latest, bad: of the steps whose loss was not finite, as ``NonFinite`` has them; the
-            lowest, the highest and the highest count
+        steps_per_call: the most steps of the next graph call; the lowest value counts
+        signal: the number of the signal that was received, or 0; the highest counts
+        save: whether a hook asked for a checkpoint; one process is enough
+        end: whether a hook asked to end training; one process is enough
+        step: the number of the last step; must be the same on all processes
+        frozen: identifies which layers are frozen; must be the same on all processes
+        data: a digest of the data that were drawn; must be the same on all processes
+        first: the first step whose loss was not finite, as ``NonFinite`` has it; the lowest counts
+        latest: the latest such step; the highest counts
+        bad: the number of such steps; the highest counts
     """
 
     steps_per_call: int
@@ -51,106 +54,132 @@ class LoopStatus:
     bad: int = 0
 
 
-# Of these the lowest value counts, of all others the highest.
+# Of these fields the lowest value counts, of all others the highest.
 _LOWEST = ("steps_per_call", "first")
 
 
 class Cluster:
-    """The processes of a run, as this one, ``task``, sees them."""
+    """The processes of a run, as seen by this one, ``task``."""
 
     def __init__(self, strategy: tf.distribute.Strategy, task: Task) -> None:
         self.task = task
         self._strategy = strategy
 
     def gather(self, values: Sequence[int]) -> np.ndarray:
-        """Returns the whole numbers of all processes, int64 [processes, len(values)]; a barrier."""
-        own = np.array(values, np.int64)
+        """Returns the whole numbers of all processes; a barrier.
+
+        Args:
+            values: the numbers of this process, equally many in each of them
+
+        Returns:
+            int64[processes, len(values)]
+        """
+        row = np.array(values, np.int64)
         if self.task.processes == 1:
-            return own[None]
-        table = self._gather(own).numpy()  # with a row for each replica
-        return table[:: len(table) // self.task.processes]  # type: ignore[no-any-return]
+            return row[None]
+        table = self._gather(row).numpy()  # with a row for each replica
+        replicas_per_process = len(table) // self.task.processes
+        return table[::replicas_per_process]  # type: ignore[no-any-return]
 
     @functools.cached_property
-    def _gather(self) -> Any:
-        """The graph function: all add up a table in which only the own row of each is not zero."""
+    def _gather(self) -> Callable[[np.ndarray], tf.Tensor]:
+        """The graph function that gathers a row from each replica.
 
-        def on_replica(values: tf.Tensor) -> tf.Tensor:
+        It sums tables over the replicas; in that of a replica, only its own row is not zero.
+        """
+
+        def sum_tables(values: tf.Tensor) -> tf.Tensor:
             context = tf.distribute.get_replica_context()
-            replica, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
-            own = tf.one_hot(replica, replicas, dtype=tf.int64)[:, None] * values
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+            replica = context.replica_id_in_sync_group
+            is_row = tf.one_hot(replica, context.num_replicas_in_sync, dtype=tf.int64)
+            table = is_row[:, None] * values
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, table)
 
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
         def gather(values: tf.Tensor) -> tf.Tensor:
-            table = self._strategy.run(on_replica, (values,))
+            table = self._strategy.run(sum_tables, (values,))
             return self._strategy.experimental_local_results(table)[0]
 
-        return gather
+        return gather  # type: ignore[no-any-return]
 
     def sync(self, status: LoopStatus, hook: object) -> LoopStatus:
-        """Takes this process's status and returns that of all of them.
+        """Shares the status of this process, and returns what all of them agree on.
+
+        Args:
+            status: of this process
+            hook: the hook whose data must be the same everywhere, for a message
 
         Raises:
             RunError: hooks have frozen other layers, or taken other steps, than elsewhere.
-            SetupError: ``hook`` gives other data than elsewhere.
+            SetupError: ``hook`` returns other data than elsewhere.
         """
         if self.task.processes == 1:
             return status
-        own = dataclasses.asdict(status)
-        table = self.gather([int(value) for value in own.values()])
-        columns = dict(zip(own, table.T, strict=True))
-        for name, what in (("step", "steps"), ("frozen", "frozen layers")):
-            if len({*columns[name]}) > 1:
-                raise RunError(
-                    f"after step {status.step}, the {what} differ between the processes: a hook "
-                    "must decide alike on each of them, not by its own output or batch."
-                )
+        values = dataclasses.asdict(status)
+        table = self.gather([int(value) for value in values.values()])
+        columns = dict(zip(values, table.T, strict=True))
+        _check_equal("steps", columns["step"], status.step)
+        _check_equal("frozen layers", columns["frozen"], status.step)
         if len({*columns["data"]}) > 1:
             raise SetupError(
                 f"{hook}: the processes of the cluster read different data, or in another order: "
                 "sort files that are listed, give shuffles a seed, leave deterministic=False out."
             )
-        agreed = {name: (min if name in _LOWEST else max)(columns[name]) for name in own}
-        return LoopStatus(**{name: type(own[name])(value) for name, value in agreed.items()})
+        agreed = {}
+        for name, column in columns.items():
+            value = min(column) if name in _LOWEST else max(column)
+            agreed[name] = type(values[name])(value)
+        return LoopStatus(**agreed)
 
-    def agree(self, well: bool) -> bool:
-        """Whether all processes say yes."""
-        return bool(self.gather([int(well)]).all())
+    def agree(self, is_fine: bool) -> bool:
+        """Returns True if all processes pass True."""
+        return bool(self.gather([int(is_fine)]).all())
 
     def has_same(self, content: bytes) -> bool:
-        """Whether all processes have the same."""
+        """Returns True if all processes pass the same bytes."""
         digest = int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
         return bool((self.gather([digest]) == digest).all())
 
     def check_settings(self, config: Config) -> None:
-        """Refuses settings that are not the same on every process."""
-        # What only says how a process works and reports, not what it computes, may differ.
-        own = dataclasses.replace(config, debug=False, runs_dir="runs")
-        if not self.has_same(repr(own).encode()):
+        """Refuses settings that are not the same on every process.
+
+        Settings that only change how a process reports, not what it computes, may differ.
+        """
+        compared = dataclasses.replace(config, debug=False, runs_dir="runs")
+        if not self.has_same(repr(compared).encode()):
             raise SetupError(
                 "the settings are not the same on every process of the cluster: give each of them "
                 "the same config.yaml, CTL_ variables and flags."
             )
 
 
+def _check_equal(subject: str, column: np.ndarray, step: int) -> None:
+    """Refuses what differs between the processes after a step."""
+    if len({*column}) > 1:
+        raise RunError(
+            f"after step {step}, the {subject} differ between the processes: a hook must decide "
+            "alike on each of them, not by its own output or batch."
+        )
+
+
 @contextlib.contextmanager
 def join_peers(task: Task) -> Iterator[None]:
-    """Turns what TensorFlow raises when another process is gone into ``PeerLost``."""
+    """Turns the errors that TensorFlow raises when another process is gone into ``PeerLost``."""
     try:
         yield
     except (tf.errors.OpError, CtlError) as error:
         cause = error if isinstance(error, tf.errors.OpError) else error.__cause__
-        # What a hook raised: trouble of its own, with a file system say, names no task.
-        ours = cause is error or _ABORTED in str(cause) or "/job:" in str(cause)
-        if not (ours and is_peer_lost(task, cause)):
+        # An error within a hook that names no task is the hook's, from a file system for instance.
+        is_of_engine = cause is error or _ABORTED in str(cause) or "/job:" in str(cause)
+        if not (is_of_engine and is_peer_lost(task, cause)):
             raise
         raise PeerLost(describe_loss(task, cause)) from error
 
 
 def is_peer_lost(task: Task, error: BaseException | None) -> bool:
-    """Whether an error says that another process is gone, or failed first."""
+    """Returns True if an error says that another process is gone, or failed first."""
     if task.processes == 1 or not isinstance(error, tf.errors.OpError):
         return False
-    if _UNLIKE.search(str(error)):  # shapes or numbers of devices: they would be so again
+    if _UNLIKE.search(str(error)):  # shapes or numbers of devices, which would differ again
         return False
     return isinstance(error, _LOST) or _ABORTED in str(error)

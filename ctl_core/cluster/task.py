@@ -1,8 +1,9 @@
 """Which process of a cluster this one is, by ``TF_CONFIG``; and the wait for the others.
 
-The supervisor of ``--workers`` writes it for its workers; elsewhere the files of launch/ do, or the
-cluster itself. The form is TensorFlow's: ``{"cluster": {"worker": ["host1:2222", "host2:2222"]},
-"task": {"type": "worker", "index": 0}}``; ``"shares_gpus": true`` is ours.
+The supervisor of ``--workers`` sets ``TF_CONFIG`` for its workers; elsewhere the files of launch/
+do, or the cluster itself. The form is TensorFlow's: ``{"cluster": {"worker": ["host1:2222",
+"host2:2222"]}, "task": {"type": "worker", "index": 0}}``. Only the entry ``"shares_gpus": true`` is
+the engine's.
 """
 
 import dataclasses
@@ -17,22 +18,27 @@ from typing import Literal
 from ctl_core.run.errors import PeerLost, SetupError, make_line
 from ctl_core.run.settings import Config
 
-# After which a process says whom it is waiting for, after which it ends once all have answered
-# (their GPUs start meanwhile), and after which it ends before (seconds).
-PATIENCE, JOIN, LONGEST = 10.0, 60.0, 600.0
-# Whom an error of TensorFlow's names; those of heartbeats may not name process 0, where they go.
+# How long a process waits for the others without a message (seconds).
+PATIENCE = 10.0
+# How long it waits at most, once all of them have answered, until their GPUs have started.
+JOIN_SECONDS = 60.0
+# How long it waits at most until all of them have answered.
+LONGEST = 600.0
+# The process that an error of TensorFlow names. Errors of heartbeats go to process 0, and may not
+# name it.
 _LOST = re.compile(r"(?:timed out task names:|reported from|remote target)\s+/job:\S+/task:(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """This process's place in the cluster; alone, it is the chief of one.
+    """This process's place in the cluster; a process without others is the chief.
 
     Attributes:
-        processes, addresses: how many train together, and where: host:port
-        index: this one's number, from 0; number 0 is the chief
-        kind: what this process is for; only a worker is one of ``processes``
-        shares_gpus: whether all of them are on this machine and share out its GPUs
+        processes: the number of processes that train together
+        index: the number of this process, from 0; number 0 is the chief
+        addresses: the address of each process, host:port
+        kind: the job of this process; only a worker is one of ``processes``
+        shares_gpus: whether all processes are on this machine and share its GPUs
     """
 
     processes: int = 1
@@ -52,15 +58,17 @@ class Task:
 
 
 def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
-    """Reads what this process is.
+    """Reads this process's place in the cluster.
 
-    A chief, once called master, is process 0. With a strategy of one process, ``TF_CONFIG`` is left
-    alone.
+    A chief, once called master, is process 0. With a strategy of one process, ``TF_CONFIG`` is
+    ignored.
 
     Raises:
         SetupError: ``TF_CONFIG`` cannot be read, or the settings do not fit it.
     """
-    task = Task() if config.strategy in ("one_device", "mirrored") else _parse(environ)
+    task = Task()
+    if config.strategy not in ("one_device", "mirrored"):
+        task = _parse(environ.get("TF_CONFIG", "").strip())
     if task == Task() and config.strategy == "multi_worker":
         raise SetupError(
             "strategy: multi_worker needs TF_CONFIG in the environment of each process; on one "
@@ -71,72 +79,90 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
     return task
 
 
-def _parse(environ: Mapping[str, str]) -> Task:
-    if not (text := environ.get("TF_CONFIG", "").strip()):
+def _parse(text: str) -> Task:
+    """Reads the text of ``TF_CONFIG``; an empty text means a process without others."""
+    if not text:
         return Task()
     try:
         content = json.loads(text.replace('"master"', '"chief"'))  # as Estimators called it
-        job, index = content["task"]["type"], int(content["task"]["index"])
+        job = content["task"]["type"]
+        index_in_job = int(content["task"]["index"])
         if job in ("evaluator", "ps"):
             return Task(kind=job)
         jobs = {name: tuple(content["cluster"].get(name, ())) for name in ("chief", "worker")}
         addresses = jobs["chief"] + jobs["worker"]
-        if index not in range(len(jobs[job])) or len({*addresses}) < len(addresses):
+        if index_in_job not in range(len(jobs[job])) or len({*addresses}) < len(addresses):
             raise ValueError
+        index = addresses.index(jobs[job][index_in_job])
     except (ValueError, KeyError, TypeError, AttributeError):
         raise SetupError(
             'TF_CONFIG: expected {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
             '"worker", "index": 0}} with different addresses and an index into them, got '
             f"{make_line(text, 300)}"
         ) from None
-    own, shares = addresses.index(jobs[job][index]), bool(content.get("shares_gpus"))
-    return Task(len(addresses), own, addresses, shares_gpus=shares)
+    shares_gpus = bool(content.get("shares_gpus"))
+    return Task(len(addresses), index, addresses, shares_gpus=shares_gpus)
 
 
-def describe_loss(task: Task, error: object) -> str:
-    """Says which process does not answer this one, if an error tells, and what to do."""
-    lost = next(iter(_LOST.findall(str(error))), "0" if "/Heartbeat" in str(error) else None)
-    name = "another process of the cluster" if lost is None else task.describe(int(lost))
-    return f"no answer from {name}; start all again: the run goes on from its last checkpoint."
+def describe_loss(task: Task, error: BaseException | None) -> str:
+    """Returns a message about a lost process, which it names if the error does, and what to do."""
+    text = str(error)
+    lost = _LOST.search(text)
+    if lost is not None:
+        name = task.describe(int(lost[1]))
+    elif "/Heartbeat" in text:
+        name = task.describe(0)
+    else:
+        name = "another process of the cluster"
+    return f"no answer from {name}; start all again: the run resumes from its last checkpoint."
 
 
 def wait_for_others(task: Task) -> None:
     """Waits until every other process of the cluster has listened on its address.
 
-    TensorFlow's own wait hears neither Ctrl-C nor SIGTERM, and names nobody.
+    TensorFlow's own wait reacts neither to Ctrl-C nor to SIGTERM, and names nobody.
 
     Raises:
-        PeerLost: others have not come after ``LONGEST``, or this process's port is taken.
+        PeerLost: others have not answered after ``LONGEST``, or this process's port is taken.
     """
-    begun, told = time.monotonic(), False
+    start = time.monotonic()
+    is_reported = False
     missing = [index for index in range(task.processes) if index != task.index]
     with _listen(task.addresses[task.index]):
-        while missing := [i for i in missing if not _answers(task.addresses[i])]:
+        while True:
+            missing = [index for index in missing if not _answers(task.addresses[index])]
+            if not missing:
+                return
             names = ", ".join(map(task.describe, missing))
-            waited = time.monotonic() - begun
-            if waited > LONGEST:
-                raise PeerLost(f"cluster: no answer after {waited:.0f} s from {names}.")
-            if waited > PATIENCE and not told:
-                told = True
+            seconds = time.monotonic() - start
+            if seconds > LONGEST:
+                raise PeerLost(f"cluster: no answer after {seconds:.0f} s from {names}.")
+            if seconds > PATIENCE and not is_reported:
+                is_reported = True
                 print(f"cluster: waiting; no answer from {names}", flush=True)
             time.sleep(0.1)
 
 
 def _listen(address: str) -> socket.socket:
     """Listens on the port of an address, on every interface, as TensorFlow will."""
-    port, dual = int(address.rpartition(":")[2]), socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
+    port = int(address.rpartition(":")[2])
+    has_dual_stack = socket.has_dualstack_ipv6()
     try:
-        return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual)
-    except OSError as error:  # of an earlier start, perhaps
+        return socket.create_server(
+            ("", port),
+            family=socket.AF_INET6 if has_dual_stack else socket.AF_INET,
+            backlog=1024,
+            dualstack_ipv6=has_dual_stack,
+        )
+    except OSError as error:  # the port is still taken, perhaps by an earlier start
         raise PeerLost(f"cluster: cannot listen on {address}: {error.strerror}.") from error
 
 
 def _answers(address: str) -> bool:
-    """Whether a process listens there."""
+    """Returns True if a process listens on an address."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
         return True
-    except OSError:  # nobody there yet, or the name is not known yet
+    except OSError:  # nobody listens yet, or the host name is not known yet
         return False

@@ -77,9 +77,9 @@ def check(callbacks: Callbacks, config: Config) -> State:
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
     with temporary as folder:
         console.print(f"check of {name}: all of it in a temporary folder, which is removed.")
-        config = dataclasses.replace(
-            config, runs_dir=folder, run_name=name, limit_eval=1, fork=None, init_from=None
-        )
+        config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
+        # With fresh weights.
+        config = dataclasses.replace(config, fork=None, init_from=None, init_skip=None)
         hooks, warnings = load_hooks(callbacks, config)  # hooks see the settings of the run
         for warning in warnings:
             console.warn(warning)
@@ -88,7 +88,7 @@ def check(callbacks: Callbacks, config: Config) -> State:
         )
         state = Rehearsal(hooks, config, console).run()
         _use(hooks, state, config, console)
-        compare_devices(hooks, config, console)
+        compare_devices(hooks, config, console, state.data.shape.by_rows)
         console.print(f"check: all well, {time.monotonic() - start:.1f} s")
     return state
 

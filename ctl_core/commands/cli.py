@@ -1,7 +1,7 @@
-"""The command line: the commands, what each takes, and whose settings it means.
+"""Parses the command line: a command, its options, and the settings of the run that it uses.
 
 Settings come from the defaults, then config.yaml, then ``CTL_*`` environment variables, then flags.
-Of a run that is there already, its own config.yaml goes before the project's.
+The config.yaml that an existing run has saved takes precedence over the project's.
 """
 
 import argparse
@@ -34,26 +34,33 @@ from ctl_core.run.sources import (
 
 _File = Annotated[FilePath, AfterValidator(os.path.abspath)]
 _OPTIONS: dict[str, Any] = {
-    "config": (list[str] | None, declare(None, "settings file, again for more")),
-    "continue": (bool, declare(False, "train on where a hook has ended a run (StopTraining)")),
+    "config": (list[str] | None, declare(None, "settings file; repeat the flag for more")),
+    "continue": (bool, declare(False, "resume a run that a hook has ended (StopTraining)")),
     "check": (bool, declare(False, "try everything once, in seconds and a temporary folder")),
     "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
-    "checkpoint": (CheckpointName, declare(None, "step, or best; null: newest")),
-    "watch": (bool, declare(False, "evaluate each checkpoint of a run that is being trained")),
+    "checkpoint": (CheckpointName, declare(None, "a step, or best; null: the newest")),
+    "watch": (bool, declare(False, "evaluate each new checkpoint of a run in training")),
     "input": (_File | None, declare(None, "a .npy file, or a .npz file of named inputs")),
-    "dataset": (str | None, declare(None, "which set, if create_eval_dataset has several")),
-    "include": (list[str] | None, declare(None, "part of the batches, as label, to write, too")),
-    "output": (_File | None, declare(None, "where to write; null: in the folder of the run")),
+    "dataset": (str | None, declare(None, "which dataset, if create_eval_dataset returns several")),
+    "include": (list[str] | None, declare(None, "also write this entry of the batches, as label")),
+    "output": (_File | None, declare(None, "where to write; null: in the run's folder")),
+    "hook": (str | None, declare(None, "the hook to explain; null: the table of all")),
 }
-_OF_ALL = ("run_name", "runs_dir", "callbacks", "batch_size", "debug", "hparams")
+_COMMON_SETTINGS = ("run_name", "runs_dir", "callbacks", "batch_size", "debug", "hparams")
 
 
 class Flags(NamedTuple):
-    """What a command does, its own options, and the settings of a run that it takes."""
+    """What a command takes.
+
+    Attributes:
+        text: says in a few words what the command does
+        options: names in ``_OPTIONS`` of the options that are the command's own
+        settings: names of the settings of a run that it takes
+    """
 
     text: str
     options: Sequence[str]
-    settings: Sequence[str] = _OF_ALL
+    settings: Sequence[str] = _COMMON_SETTINGS
 
 
 COMMANDS = {
@@ -63,20 +70,20 @@ COMMANDS = {
     "evaluate": Flags(
         "evaluate a run's checkpoint",
         ("config", "checkpoint", "watch"),
-        (*_OF_ALL, "eval_batch_size", "limit_eval"),
+        (*_COMMON_SETTINGS, "eval_batch_size", "limit_eval"),
     ),
     "predict": Flags(
         "write a run's predictions to a file",
         ("config", "checkpoint", "input", "dataset", "include", "output"),
-        (*_OF_ALL, "eval_batch_size"),
+        (*_COMMON_SETTINGS, "eval_batch_size"),
     ),
     "export": Flags(
         "write a run's model for TensorFlow Serving", ("config", "checkpoint", "output")
     ),
-    "hooks": Flags("print the table of hooks", (), ()),
+    "hooks": Flags("print the table of hooks, or all about one hook", ("hook",), ()),
 }
-# What a run does not take over from the one that it begins from.
-_NOT_FORKED = {"workers", "run_name", "runs_dir", "fork", "init_from"}
+# The settings that a fork does not inherit.
+_NOT_FORKED = frozenset({"workers", "run_name", "runs_dir", "fork", "init_from", "init_skip"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +93,10 @@ class Command:
     Attributes:
         name: of the command
         config: the settings
-        options: what only this command has
-        notes: lines for the user on what was read
-        run: the folder of the run that is there already, if one is
-        trained_with: the setting ``callbacks`` in that run's own config.yaml
+        options: the values of the command's own options, by name
+        notes: lines that tell the user which settings were ignored
+        run: the folder of the run, if it exists already
+        trained_with: the setting ``callbacks`` in that run's saved config.yaml
     """
 
     name: str
@@ -100,63 +107,60 @@ class Command:
     trained_with: str = DEFAULT
 
 
+class Origin(NamedTuple):
+    """An existing run whose saved settings a command inherits.
+
+    Attributes:
+        run: the folder of the run
+        is_forked: whether training begins a new run from it, instead of resuming it
+    """
+
+    run: Path
+    is_forked: bool = False
+
+
 def parse_command(argv: Sequence[str]) -> Command:
-    """Parses ``<command> [flags]``; of a command that uses a run, a word before is its name.
+    """Parses ``COMMAND [--SETTING VALUE ...]``.
+
+    The first word after a command that uses an existing run may be the run's name, and after
+    ``hooks`` the name of the hook to explain.
 
     Raises:
-        SetupError: anything is unknown, of the wrong type, out of range or missing.
+        SetupError: a command or setting is unknown, of the wrong type, out of range or missing.
         SystemExit: ``--help`` was asked for and printed.
     """
     command, *words = argv
     if command not in COMMANDS:
         hint = suggest(command, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}."
         raise SetupError(f"unknown command {quote(command)}{hint}")
-    training = command == "train"
-    if not training and words and not words[0].startswith("-"):
-        words[0] = f"--run-name={words[0]}"
+    is_training = command == "train"
+    if not is_training and words and not words[0].startswith("-"):
+        option = "hook" if command == "hooks" else "run-name"
+        words[0] = f"--{option}={words[0]}"
     variables, flags, options = _read_words(command, words)
     if command == "hooks":
         return Command(command, Config(), options)
-    above, notes = [variables, flags], find_unknown_variables()
-    variable = os.environ.get(f"{ENV_PREFIX}CONFIG", "").split(os.pathsep)
-    named = options.pop("config") or [path for path in variable if path]
-    project = [read_file(Path(path), required=bool(named)) for path in named or ["config.yaml"]]
-    near = resolve([layer.leave_out(["hparams"]) for layer in (*project, *above)])
-    runs_dir = Path(near.runs_dir)
-    if training:
-        place = runs_dir / (near.run_name or "")
-        run = source = place if (place / "config.yaml").is_file() else None
-        if run is None and near.fork:
-            with contextlib.suppress(SetupError):  # training says that there is none
-                source = read_source("fork", near.fork, near.runs_dir).run
-    else:
-        run = source = find_run(runs_dir, near.run_name)
-    files, trained_with = project, DEFAULT
-    if source is not None:
-        own = read_file(source / "config.yaml")
-        trained_with = str(own.values.get("callbacks", DEFAULT))
-        # How a run was watched, and by how many processes trained, says nothing about its use.
-        left_out = {"debug"} | (
-            set() if training and "TF_CONFIG" not in os.environ else {"workers"}
-        )
-        own = own.leave_out(left_out if run else left_out | _NOT_FORKED)
-        files = [own, *project] if named else [*project, own]
-        told = set().union(*(flatten(layer.values) for layer in above))
-        before, now = flatten(own.values), flatten(project[0].values)
-        if "callbacks" in now:
-            now["callbacks"] = relative_path(now["callbacks"])
-        differ = [name for name in now.keys() - told if before.get(name, now[name]) != now[name]]
-        if training and not named and differ:
-            # A start writes the run's own: what was other than here by then, its flags had said.
-            edited, started = (os.path.getmtime(one / "config.yaml") for one in (Path(), source))
-            if edited > started:
-                text = make_line(", ".join(sorted(differ)), 100)
-                notes.append(
-                    f"{format_name(relative_path(source))} goes on with its own settings; "
-                    f"config.yaml differs in {text}: to take it, --config config.yaml."
-                )
+
+    above = [variables, flags]
+    notes = find_unknown_variables()
+    named_files = options.pop("config") or _list_files_of_variable()
+    files = [
+        read_file(Path(path), required=bool(named_files)) for path in named_files or ["config.yaml"]
+    ]
+    origin = _find_origin(is_training, [*files, *above])
+    trained_with = DEFAULT
+    if origin is not None:
+        saved = read_file(origin.run / "config.yaml")
+        trained_with = str(saved.values.get("callbacks", DEFAULT))
+        inherited = saved.leave_out(_list_not_inherited(is_training, origin))
+        if is_training and not named_files:
+            notes += _describe_differences(origin, inherited, files[0], above)
+        files = [inherited, *files] if named_files else [*files, inherited]
+
     config = resolve(files, above)
-    if run is not None:
+    run = None
+    if origin is not None and not origin.is_forked:
+        run = origin.run
         config = dataclasses.replace(config, run_name=run.name, runs_dir=str(run.parent))
     config = dataclasses.replace(config, callbacks=relative_path(config.callbacks))
     if command == "predict":
@@ -164,25 +168,124 @@ def parse_command(argv: Sequence[str]) -> Command:
     return Command(command, config, options, notes, run, trained_with)
 
 
+def _list_files_of_variable() -> list[str]:
+    """Returns the settings files that the variable ``CTL_CONFIG`` names."""
+    variable = os.environ.get(f"{ENV_PREFIX}CONFIG", "")
+    return [path for path in variable.split(os.pathsep) if path]
+
+
+def _find_origin(is_training: bool, layers: Sequence[Layer]) -> Origin | None:
+    """Finds the run whose saved settings are inherited; None for a run that begins from nothing.
+
+    Args:
+        is_training: whether the command trains; all others need an existing run
+        layers: the project's settings files, variables and flags
+
+    Raises:
+        SetupError: a setting is wrong, or the command needs a run and there is none.
+    """
+    # Hyperparameters do not matter here, and can only be checked with the run's own below them.
+    config = resolve([layer.leave_out(["hparams"]) for layer in layers])
+    runs_dir = Path(config.runs_dir)
+    if not is_training:
+        return Origin(find_run(runs_dir, config.run_name))
+    run = runs_dir / (config.run_name or "")
+    if (run / "config.yaml").is_file():
+        return Origin(run)
+    if config.fork:
+        with contextlib.suppress(SetupError):  # training reports that there is no such run
+            return Origin(read_source("fork", config.fork, config.runs_dir).run, is_forked=True)
+    return None
+
+
+def _list_not_inherited(is_training: bool, origin: Origin) -> set[str]:
+    """Returns the names of the settings that are not taken from the run's saved config.yaml."""
+    names = {"debug"}
+    # The number of processes matters only to a training that starts these processes itself.
+    if not is_training or "TF_CONFIG" in os.environ:
+        names.add("workers")
+    if origin.is_forked:
+        names |= _NOT_FORKED
+    return names
+
+
+def _describe_differences(
+    origin: Origin, inherited: Layer, project: Layer, above: Sequence[Layer]
+) -> list[str]:
+    """Returns a note if the project's config.yaml was edited, but the run keeps its own settings.
+
+    Args:
+        origin: the run
+        inherited: the settings that are taken from its saved config.yaml
+        project: the settings of the project's config.yaml
+        above: variables and flags, which are used in any case
+    """
+    overridden = {name for layer in above for name in flatten(layer.values)}
+    saved = flatten(inherited.values)
+    edited = flatten(project.values)
+    if "callbacks" in edited:
+        edited["callbacks"] = relative_path(edited["callbacks"])
+    differing = [
+        name
+        for name, value in edited.items()
+        if name not in overridden and saved.get(name, value) != value
+    ]
+    if not differing:
+        return []
+    # Each start saves the run's settings. Those that differed from the project's file even then
+    # came from flags, so only a file that was edited later is worth a note.
+    if os.path.getmtime("config.yaml") <= os.path.getmtime(origin.run / "config.yaml"):
+        return []
+    names = make_line(", ".join(sorted(differing)), 100)
+    return [
+        f"{format_name(relative_path(origin.run))} keeps its own settings; config.yaml differs in "
+        f"{names}: to use it, add --config config.yaml."
+    ]
+
+
 def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[str, Any]]:
-    """Reads what a command takes, from the environment and its words.
+    """Reads the settings and options of a command from the environment and its flags.
 
     Returns:
-        The settings of the environment, those of the flags, and the command's own options.
+        The settings of the environment, those of the flags, and the values of the command's own
+        options by name.
+
+    Raises:
+        SetupError: a flag is unknown or has a wrong value.
+        SystemExit: ``--help`` was asked for and printed.
     """
     words, hparams = _split_hparams(words)
-    text, own, names = COMMANDS[command]
-    options = {name: _OPTIONS[name] for name in own}
-    settings: dict[str, Any] = {name: (SETTINGS[name].annotation, SETTINGS[name]) for name in names}
+    options = {name: _OPTIONS[name] for name in COMMANDS[command].options}
+    settings: dict[str, Any] = {
+        name: (SETTINGS[name].annotation, SETTINGS[name]) for name in COMMANDS[command].settings
+    }
     variables = EnvironmentSource(create_model("Variables", __base__=BaseSettings, **settings))()
     settings.pop("hparams", None)
+    source = _create_flag_source(command, options | settings)
+    try:
+        flags = source(args=words)()
+    except SettingsError as error:
+        raise SetupError(_explain_flag(str(error), [*options, *settings])) from error
+    model = create_model(command, **options)
+    try:
+        validated = model(**{name: flags.pop(name) for name in options if name in flags})
+    except ValidationError as error:
+        raise SetupError(explain(error, model.model_fields)) from error
+    if hparams:
+        flags["hparams"] = hparams
+    return Layer(variables, ENV_PREFIX), Layer(flags), validated.model_dump()
+
+
+def _create_flag_source(command: str, fields: dict[str, Any]) -> Any:
+    """Creates the parser of a command's flags, which pydantic builds from these fields."""
     doc = (
-        f"{text.capitalize()}. Settings come from the defaults, then config.yaml, then the run's "
-        f"own where it is there already, then the environment ({ENV_PREFIX}BATCH_SIZE=32), then "
-        "these flags; --hparams.NAME VALUE is one of yours."
+        f"{COMMANDS[command].text.capitalize()}. Settings come from the defaults, then "
+        "config.yaml, then the run's saved settings if it exists, then the environment "
+        f"({ENV_PREFIX}BATCH_SIZE=32), then these flags. --hparams.NAME VALUE sets a "
+        "hyperparameter of your own."
     )
     source: Any = CliSettingsSource(
-        create_model(command, __base__=BaseSettings, __doc__=doc, **options, **settings),
+        create_model(command, __base__=BaseSettings, __doc__=doc, **fields),
         cli_prog_name=f"python -m ctl_core {command}",
         cli_kebab_case=True,
         cli_implicit_flags=True,
@@ -191,31 +294,26 @@ def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[
         cli_parse_none_str="null",
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30),
     )
-    source.root_parser.usage = f"%(prog)s {'[NAME] ' * (command != 'train')}[--SETTING VALUE ...]"
-    try:
-        flags = source(args=words)()
-    except SettingsError as error:
-        raise SetupError(_explain_flag(str(error), [*options, *settings])) from error
-    model = create_model(command, **options)
-    try:
-        chosen = model(**{name: flags.pop(name) for name in options if name in flags})
-    except ValidationError as error:
-        raise SetupError(explain(error, model.model_fields)) from error
-    flags |= {"hparams": hparams} if hparams else {}
-    return Layer(variables, ENV_PREFIX), Layer(flags), chosen.model_dump()
+    run_name = "" if command == "train" else "[NAME] "
+    source.root_parser.usage = f"%(prog)s {run_name}[--SETTING VALUE ...]"
+    return source
 
 
 def _split_hparams(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Takes the flags for hparams out; ``--hparams.a.b 3`` is {a: {b: "3"}}."""
+    """Separates the flags of hyperparameters from others; ``--hparams.a.b 3`` is {a: {b: "3"}}.
+
+    Raises:
+        SetupError: the last flag has no value.
+    """
     others: list[str] = []
     hparams: dict[str, Any] = {}
-    rest = iter(words)
-    for word in rest:
+    remaining = iter(words)
+    for word in remaining:
         flag, equals, text = word.partition("=")
         if not flag.startswith("--hparams."):
             others.append(word)
             continue
-        value: Any = text if equals else next(rest, None)
+        value: Any = text if equals else next(remaining, None)
         if value is None:
             raise SetupError(f"{format_name(flag)}: expected a value after it.")
         for name in reversed(flag.split(".")[1:]):
@@ -224,19 +322,24 @@ def _split_hparams(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return others, hparams
 
 
-def _explain_flag(text: str, known: Sequence[str]) -> str:
-    """Says in one line which flag is wrong, and which one may have been meant."""
+def _explain_flag(text: str, names: Sequence[str]) -> str:
+    """Turns a message of argparse into one that names the wrong flag and suggests a similar one.
+
+    Args:
+        text: the message
+        names: of the options and settings that the command takes
+    """
     text = text.removeprefix("error parsing CLI: ")
     unknown = re.match(r"unrecognized arguments: ([^\s=]*)", text)
     if unknown is None:
         return make_line(text.replace("one argument", "a value after it"))
-    names = ["--" + name.replace("_", "-") for name in known]
-    near = suggest(unknown[1].replace("_", "-"), names)
-    return f"there is no setting {quote(unknown[1])}{near or '; settings are --name value.'}"
+    flags = ["--" + name.replace("_", "-") for name in names]
+    hint = suggest(unknown[1].replace("_", "-"), flags) or "; settings are --name value."
+    return f"there is no setting {quote(unknown[1])}{hint}"
 
 
 def find_run(runs_dir: Path, run_name: str | None) -> Path:
-    """Returns the folder of a run that was trained before; without a name, the newest.
+    """Returns the folder of an existing run; without a name, of the newest one.
 
     Raises:
         SetupError: there is no such run.
@@ -248,6 +351,6 @@ def find_run(runs_dir: Path, run_name: str | None) -> Path:
     if run_name is None:
         return max(runs.values(), key=lambda run: (run / "config.yaml").stat().st_mtime)
     if run_name not in runs:
-        there = suggest(run_name, runs) or f" (there: {make_line(', '.join(runs), 100)})"
-        raise SetupError(f"run_name: no run {quote(run_name)} in {where}{there}")
+        hint = suggest(run_name, runs) or f" (there: {make_line(', '.join(runs), 100)})"
+        raise SetupError(f"run_name: no run {quote(run_name)} in {where}{hint}")
     return runs[run_name]

@@ -154,18 +154,25 @@ class Measurement(NamedTuple):
     adding_layers: list[str]
 
 
-def compare_devices(hooks: Hooks, config: Config, console: CheckConsole) -> None:
+def compare_devices(hooks: Hooks, config: Config, console: CheckConsole, by_rows: bool) -> None:
     """Compares a step and an evaluation on one device and on three.
 
     One of the three has no rows to evaluate. With ``accumulate_steps`` one device is compared with
     itself taking micro-batches, too, which gives warnings only.
+
+    Args:
+        hooks: of the run
+        config: of the run
+        console: prints what was compared, and the differences
+        by_rows: whether replicas take rows of a batch, and not elements of the dataset
 
     Raises:
         SetupError: a value differs; all differences were printed, the most probable cause first.
         RunError: something could not be compared; the message says what and why.
     """
     sizes = [choose_uneven_size(config), choose_even_size(config)]
-    if needs_equal_shares(hooks):
+    has_fixed_model = "per_replica_batch_size" in hooks.create_model.arguments
+    if has_fixed_model or not by_rows:
         del sizes[0]
     problems: list[str] = []
     for batch_size in sizes:
@@ -182,21 +189,15 @@ def compare_devices(hooks: Hooks, config: Config, console: CheckConsole) -> None
         console.warn(uneven)
         comparison.report()
         raise RunError(f"check: {uneven}")
-    raise RunError(f"check: one device and {DEVICES} cannot be compared: {problems[-1]}")
+    raise RunError(f"check: one device cannot be compared with {DEVICES}: {problems[-1]}")
 
 
 def describe_problem(batch_size: int, problem: str) -> str:
     """Returns the line that devices cannot be compared for a batch that they share unequally."""
     return (
-        f"one device and {DEVICES} cannot be compared for a batch of {batch_size}, which "
-        f"{DEVICES} devices cannot share equally: {problem}"
+        f"one device cannot be compared with {DEVICES} for a batch of {batch_size}, which "
+        f"{DEVICES} cannot share equally: {problem}"
     )
-
-
-def needs_equal_shares(hooks: Hooks) -> bool:
-    """Returns whether hooks declare that all shares have the same size."""
-    has_fixed_model = "per_replica_batch_size" in hooks.create_model.arguments
-    return has_fixed_model or not hooks.count_examples.is_default
 
 
 def choose_even_size(config: Config) -> int:
@@ -260,9 +261,9 @@ class Comparison:
         if not lines:
             return
         if len(lines) > 1:
+            self._console.print("  differences, the most probable cause first:")
             for line in lines:
-                self._console.warn(line)
-            lines[0] += f" ({len(lines)} differences, see above; this is the most probable cause)"
+                self._console.print(f"  - {line}")
         raise SetupError(f"check: {lines[0]}")
 
     def _measure_on(self, devices: int, micro_batches: int = 1) -> Measurement:
@@ -297,26 +298,26 @@ class Comparison:
 
 
 def repeat_data(hooks: Hooks, batch_size: int, compared_size: int) -> Hooks:
-    """Returns hooks whose data never end, for a comparison with another batch size.
+    """Returns hooks whose datasets never end, for a comparison with another batch size.
 
     A dataset of a single batch could otherwise not fill the batches of the comparison. A hook that
     drops the examples after the last whole batch is not asked for larger batches than in the run.
     """
-    if hooks.make_batches.is_default:  # the engine repeats what make_batches gets
-        hooks = dataclasses.replace(
-            hooks, make_batches=dataclasses.replace(hooks.make_batches, is_default=False)
-        )
-    if compared_size <= batch_size or not hooks.count_examples.is_default:
-        return hooks
     create_dataset = hooks.create_dataset
 
     @functools.wraps(create_dataset.function)
-    def create_as_in_run(**values: Any) -> Any:
-        sizes = {"global_batch_size", "per_replica_batch_size"} & values.keys()
-        return create_dataset.function(**{**values, **dict.fromkeys(sizes, batch_size)})
+    def create_repeated(**values: Any) -> Any:
+        for name in {"global_batch_size", "per_replica_batch_size"} & values.keys():
+            if values[name] == compared_size:
+                values[name] = min(batch_size, compared_size)
+        dataset = create_dataset.function(**values)
+        is_pipeline = isinstance(dataset, tf.data.Dataset)
+        if is_pipeline and dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
+            return dataset.repeat()
+        return dataset
 
     return dataclasses.replace(
-        hooks, create_dataset=dataclasses.replace(create_dataset, function=create_as_in_run)
+        hooks, create_dataset=dataclasses.replace(create_dataset, function=create_repeated)
     )
 
 
@@ -494,8 +495,10 @@ def read_variables(state: State, exact: bool) -> Iterator[tuple[tuple[Kind, str]
 def read_step(state: State, fetched: dict[str, Any]) -> Values:
     """Returns the values of a step: outputs, losses, updates and train metrics."""
     values: Values = dict(read_outputs(state, fetched["output"]))
-    metrics = read_results(state.components.list_logged_metrics())
-    values |= read_losses(state, by_objective(fetched["loss"]), metrics)
+    results = read_results(state.components.list_logged_metrics())
+    values |= read_losses(state, by_objective(fetched["loss"]), results.scalars)
+    for name, array in results.arrays.items():
+        values[TRAIN_METRIC, name] = [array]
     variables = by_objective(fetched["variables"])
     for objective, updates in by_objective(fetched["update_gradients"]).items():
         for variable, update in zip(variables[objective], updates, strict=True):
@@ -519,7 +522,7 @@ def read_outputs(state: State, output: Any) -> Iterator[tuple[tuple[Kind, str], 
         if not isinstance(part, tf.Tensor | tf.RaggedTensor) or part.dtype == tf.string:
             continue
         has_rows = part.shape.rank != 0 and part.shape[0] == state.components.shape.batch
-        if has_rows or state.data.whole:
+        if has_rows or not state.data.shape.by_rows:
             is_tensor = isinstance(part, tf.Tensor)
             yield (OUTPUT, str(index)), [part.numpy() if is_tensor else part]
 
@@ -552,6 +555,8 @@ def read_evaluation(state: State) -> Values:
     for name, value in state.evaluation.evaluate().items():
         kind = EVAL_LOSS if name.rpartition("/")[2] == "loss" else METRIC
         values[kind, name] = [np.array(value)]
+    for name, array in state.evaluation.arrays.items():
+        values[METRIC, name] = [array]
     return values
 
 
@@ -609,8 +614,10 @@ def find_pair(one: Any, other: Any, tolerance: float, least: float) -> tuple[str
             return None
         return f"shape {tuple(one.shape)}", f"shape {tuple(other.shape)}"
     rounding = 0.0
-    if not np.issubdtype(one.dtype, np.integer):
-        one, other = one.astype(float), other.astype(float)
+    if not np.issubdtype(one.dtype, np.integer) and one.dtype != bool:
+        kind = complex if np.iscomplexobj(one) else float
+        one = one.astype(kind)
+        other = other.astype(kind)
         rounding = tolerance * max(float(np.nan_to_num(np.abs(one)).max(initial=0)), least)
     equal = np.isclose(one, other, rtol=0, atol=rounding, equal_nan=True)
     if equal.all():

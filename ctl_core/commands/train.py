@@ -6,7 +6,6 @@ from typing import Any
 
 from ctl_core.build import create_state, prepare_process
 from ctl_core.checkpoint.folder import Run, open_session
-from ctl_core.checkpoint.initial_weights import load_initial_weights
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import find_task
 from ctl_core.cluster.sync import join_peers
@@ -59,7 +58,6 @@ def train(
         state = create_state(callbacks, config, run, console)
         check_losses(state, console)
         trainer = Trainer(state, run, console, signals)
-        if not trainer.restore(go_on):
-            load_initial_weights(state, console)
+        trainer.restore(go_on)
         trainer.train(source)
     return state

@@ -1,9 +1,9 @@
-"""``evaluate``, ``predict`` and ``export``: using checkpoints of a run, which is only read."""
+"""The commands ``evaluate``, ``predict`` and ``export``, which read a run but do not change it."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -19,20 +19,45 @@ from ctl_core.run.errors import SetupError
 from ctl_core.run.files import atomic_write, is_locked, relative_path
 from ctl_core.run.listeners import MetricsFile, read_metrics
 from ctl_core.run.settings import Config
+from ctl_core.types import Batch, BatchSpec, Callbacks, ModelOutput
 
-POLL = 1.0  # seconds between two looks at a run that is watched
-# After so many seconds in which nobody trains a run, it has ended: one that was killed is started
-# again meanwhile.
+# How often ``evaluate --watch`` looks for new checkpoints (seconds).
+POLL = 1.0
+# A watched run has ended if nobody has trained it for so long (seconds). The time is enough to
+# start a training again that was killed.
 GRACE = 30.0
 
 
+class Examples(NamedTuple):
+    """The examples that predictions are made for.
+
+    Attributes:
+        name: of the file or of the dataset; empty for a single dataset without a name
+        run: computes the model's output for a batch
+        batches: the batches
+    """
+
+    name: str
+    run: Callable[[Batch], ModelOutput]
+    batches: Iterable[Batch]
+
+
 def evaluate(
-    callbacks: Any,
+    callbacks: Callbacks,
     config: Config,
     checkpoint: CheckpointName = None,
     watch: bool = False,
 ) -> dict[str, float]:
-    """Evaluates a checkpoint and prints the values; with ``watch``, each that a run makes.
+    """Evaluates a checkpoint and prints the values.
+
+    Args:
+        callbacks: the hooks
+        config: settings that name the run
+        checkpoint: its step, or ``best``; default: the newest
+        watch: evaluates every checkpoint instead, as training saves them, until training has ended
+
+    Returns:
+        The values by name; with ``watch``, those of the last checkpoint.
 
     Raises:
         SetupError: there is no evaluation data, or no checkpoint.
@@ -55,43 +80,54 @@ def _evaluate(state: State) -> dict[str, float]:
 
 
 def _watch(state: State, run: Run, console: Console) -> dict[str, float]:
-    """Evaluates each checkpoint as it comes, in the order of their steps, until nobody trains.
+    """Evaluates the checkpoints of a run in the order of their steps, until training has ended.
 
-    Those that an earlier watch has evaluated are left out, and one that is deleted before its turn.
-    The run is only read, but for watch.jsonl and tb/watch. Returns the values of the last one.
+    Leaves out checkpoints that an earlier watch has evaluated, and those that are deleted before
+    their turn. Writes nothing to the run but watch.jsonl and tb/watch.
+
+    Returns:
+        The values of the last evaluated checkpoint, or {}.
     """
-    file, values, number = run.path / "watch.jsonl", dict[str, float](), 0
+    file = run.path / "watch.jsonl"
     console.say(f"{run.shown}: watching; the values go to {relative_path(file)}.")
     seen = {line["step"] for line in read_metrics(file)}
-    checkpoints, metrics = Checkpoints(state, console), MetricsFile(file.name)
+    checkpoints = Checkpoints(state, console)
+    metrics = MetricsFile(file.name)
     metrics.start(run.path, {}, max(seen, default=0))
-    held_at = time.monotonic()
+    values: dict[str, float] = {}
+    evaluations = 0
+    last_activity = time.monotonic()
     while True:
         if is_locked(run.path / "train.log"):
-            held_at = time.monotonic()
-        over = time.monotonic() - held_at > GRACE  # before looking: what is there then is all
-        if new := set(list_saved_steps(run.ckpt)) - seen:
-            seen.add(step := min(new))
+            last_activity = time.monotonic()
+        # Decided before looking for checkpoints, so that one saved meanwhile is not missed.
+        has_ended = time.monotonic() - last_activity > GRACE
+        new_steps = set(list_saved_steps(run.ckpt)) - seen
+        if new_steps:
+            step = min(new_steps)
+            seen.add(step)
             try:
                 checkpoints.restore(Source("checkpoint", run.path, step), with_input=False)
                 values = _evaluate(state)
             except SetupError:
                 if step in list_saved_steps(run.ckpt):
                     raise
-                continue  # deleted while it was read
-            number, held_at = number + 1, time.monotonic()  # also where there are no locks
+                continue  # the checkpoint was deleted while it was read
+            evaluations += 1
+            # Where files cannot be locked, new checkpoints are the only sign of training.
+            last_activity = time.monotonic()
             console.say(f"step {step}  eval: {format_values(values)}")
-            for listener in (metrics, run.summaries):
-                listener.values(step, "watch", values)
-        elif over:
-            console.say(f"{run.shown}: has ended; checkpoints evaluated: {number}.")
+            metrics.values(step, "watch", values)
+            run.summaries.values(step, "watch", values)
+        elif has_ended:
+            console.say(f"{run.shown}: has ended; checkpoints evaluated: {evaluations}.")
             return values
         else:
             time.sleep(POLL)
 
 
 def predict(
-    callbacks: Any,
+    callbacks: Callbacks,
     config: Config,
     checkpoint: CheckpointName = None,
     input: str | None = None,
@@ -99,9 +135,20 @@ def predict(
     output: str | None = None,
     include: Sequence[str] | None = None,
 ) -> Path:
-    """Writes the model's outputs for a file, or for a set of evaluation data, as a .npz file.
+    """Writes the model's outputs for a file or an evaluation dataset to a .npz file.
 
-    ``include`` names parts of the batches that are written beside them, row by row.
+    Args:
+        callbacks: the hooks
+        config: settings that name the run
+        checkpoint: its step, or ``best``; default: the newest
+        input: a .npy or .npz file with the model's inputs; default: an evaluation dataset
+        dataset: the name of the dataset, if ``create_eval_dataset`` returns several
+        output: the file to write; default: predictions.npz or predictions-NAME.npz in the run
+        include: entries of the batches that are written as well, row by row: keys of a dict, or
+            indices of a tuple
+
+    Returns:
+        The path of the written file.
 
     Raises:
         SetupError: the file does not fit the model, or there is no data or no checkpoint.
@@ -113,31 +160,59 @@ def predict(
     with serving.restore_run(callbacks, config, checkpoint) as (state, console):
         model = serving.create_inference(state)
         if input:
-            name, size = Path(input).stem, config.eval_batch_size or config.batch_size
-            run, batches = model, _read_batches(Path(input), model.input_spec, size)
+            examples = _read_examples(Path(input), model, config)
         else:
-            sets = state.evaluation.sets if state.evaluation is not None else {}
-            name = dataset or ""
-            if name not in sets:
-                there = ", ".join(sets) or "none, without create_eval_dataset"
-                raise SetupError(f"dataset: expected one of {there}, got {dataset!r}.")
-            run, batches = model.run_batch, sets[name].make()
+            examples = _find_dataset(dataset or "", model, state)
         arrays = _join(
-            {**serving.name_outputs(run(one)), **_choose_parts(one, include)} for one in batches
+            serving.name_outputs(examples.run(batch)) | _choose_entries(batch, include)
+            for batch in examples.batches
         )
         if len({len(array) for array in arrays.values()}) > 1:
-            got = {name: list(array.shape) for name, array in arrays.items()}
-            raise SetupError(f"predict: expected a row for each example, got {got}.")
-        path = Path(output or state.run_dir / f"predictions{f'-{name}' * bool(name)}.npz")
-        with atomic_write(path) as beside, beside.open("wb") as file:
+            shapes = {name: list(array.shape) for name, array in arrays.items()}
+            raise SetupError(f"predict: expected a row for each example, got {shapes}.")
+        suffix = f"-{examples.name}" if examples.name else ""
+        path = Path(output or state.run_dir / f"predictions{suffix}.npz")
+        with atomic_write(path) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        console.say(f"step {state.step}: wrote {shapes} to {relative_path(path)}")
+        console.say(f"step {state.step}: wrote {_list_shapes(arrays)} to {relative_path(path)}")
     return path
 
 
-def _read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
-    """Yields batches of what a client would send: of a .npy or .npz file."""
+def _list_shapes(arrays: Mapping[str, np.ndarray]) -> str:
+    """Returns the names and shapes of arrays, for a message."""
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+
+
+def _read_examples(path: Path, model: serving.LoadedModel, config: Config) -> Examples:
+    """Returns the examples of a .npy or .npz file."""
+    batch_size = config.eval_batch_size or config.batch_size
+    return Examples(path.stem, model, _read_batches(path, model.input_spec, batch_size))
+
+
+def _find_dataset(name: str, model: serving.LoadedModel, state: State) -> Examples:
+    """Returns the examples of an evaluation dataset.
+
+    Raises:
+        SetupError: there is no dataset of this name.
+    """
+    datasets = state.evaluation.sets if state.evaluation is not None else {}
+    if name not in datasets:
+        names = ", ".join(datasets) or "none, without create_eval_dataset"
+        raise SetupError(f"dataset: expected one of {names}, got {name or None!r}.")
+    return Examples(name, model.run_batch, datasets[name].make())
+
+
+def _read_batches(path: Path, spec: BatchSpec, batch_size: int) -> Iterator[Batch]:
+    """Yields the rows of a .npy or .npz file as batches of the model's inputs.
+
+    Args:
+        path: of the file
+        spec: the specification of the inputs
+        batch_size: the number of rows of each batch but the last
+
+    Raises:
+        SetupError: the arrays of the file are not as the specification has them.
+    """
     names = serving.list_input_names(spec)
     try:
         content = np.load(path)
@@ -145,83 +220,104 @@ def _read_batches(path: Path, spec: Any, size: int) -> Iterator[Any]:
     except ValueError as error:
         kinds = "numbers, texts or bytes, as np.array(LIST) makes them, not of objects"
         raise SetupError(f"input: {relative_path(path)}: expected arrays of {kinds}.") from error
-    if len(names) == len(arrays) == 1:
+    if len(names) == len(arrays) == 1:  # then the name does not matter
         arrays = dict(zip(names, arrays.values(), strict=True))
-    numbers = {len(array) for array in arrays.values() if array.ndim}
-    if arrays.keys() != names.keys() or len(numbers) != 1:
-        held = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+    sizes = {len(array) for array in arrays.values() if array.ndim}
+    if arrays.keys() != names.keys() or len(sizes) != 1:
         raise SetupError(
-            f"input: {relative_path(path)} holds {held}; expected arrays of as many examples each, "
-            f"called {', '.join(names)}."
+            f"input: {relative_path(path)} holds {_list_shapes(arrays)}; expected arrays of as "
+            f"many examples each, called {', '.join(names)}."
         )
-    for start in range(0, numbers.pop(), size):
-        rows = slice(start, start + size)
+    for start in range(0, sizes.pop(), batch_size):
+        rows = slice(start, start + batch_size)
         batch = {name: array[rows] if array.ndim else array for name, array in arrays.items()}
         yield serving.pack_inputs(spec, batch)
 
 
-def _choose_parts(batch: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    """Returns parts of a batch: as ``batch/label`` the one of a dict, ``batch/1`` of a tuple."""
-    parts = serving.name_outputs(batch, "0", "")
-    chosen: dict[str, Any] = {}
+def _choose_entries(batch: Batch, names: Sequence[str] | None) -> dict[str, tf.Tensor]:
+    """Returns entries of a batch: ``batch/label`` out of a dict, ``batch/1`` out of a tuple.
+
+    Args:
+        batch: the batch
+        names: of the entries; a name also chooses all entries nested in it
+
+    Raises:
+        SetupError: the batch has no entry of a name.
+    """
+    entries = serving.name_outputs(batch, "0", "")
+    chosen: dict[str, tf.Tensor] = {}
     for name in names or ():
-        found = [
-            part for part in parts if part.startswith((f"{name}.", f"{name}/")) or part == name
-        ]
-        if not found:
-            raise SetupError(f"include: expected some of {', '.join(parts)}, got {name!r}.")
-        chosen |= {f"batch/{part}": parts[part] for part in found}
+        nested = (f"{name}.", f"{name}/")
+        matching = [entry for entry in entries if entry == name or entry.startswith(nested)]
+        if not matching:
+            raise SetupError(f"include: expected some of {', '.join(entries)}, got {name!r}.")
+        chosen |= {f"batch/{entry}": entries[entry] for entry in matching}
     return chosen
 
 
-def _join(outputs: Iterable[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Joins what batches have by name; parts of other sizes are padded, as ragged ones are."""
-    found: dict[str, list[np.ndarray]] = {}
+def _join(outputs: Iterable[Mapping[str, tf.Tensor]]) -> dict[str, np.ndarray]:
+    """Concatenates the outputs of batches, by name.
+
+    Outputs whose other dimensions vary between batches, as those of padded sequences do, are padded
+    to the largest of them; ``NAME.lengths`` then says how long each row was along axis 1, unless a
+    ragged output has its own lengths already.
+    """
+    collected: dict[str, list[np.ndarray]] = {}
     for output in outputs:
         for name, value in output.items():
             array = np.atleast_1d(value)
-            is_text = array.dtype == object
-            found.setdefault(name, []).append(array.astype(bytes) if is_text else array)
-    arrays = {}
-    for name, parts in found.items():
-        sizes = np.array([part.shape[1:] for part in parts])
-        widest = sizes.max(axis=0)
-        if f"{name}.lengths" not in found and (sizes != widest).any():
-            arrays[f"{name}.lengths"] = np.repeat(sizes[:, 0], [len(part) for part in parts])
-        nothing = np.zeros((), parts[0].dtype)
-        arrays[name] = np.concatenate(
-            [
-                np.pad(
-                    part, [(0, 0), *((0, more) for more in widest - size)], constant_values=nothing
-                )
-                for part, size in zip(parts, sizes, strict=True)
-            ]
-        )
-    return arrays
+            if array.dtype == object:  # texts, which a .npz file holds as bytes only
+                array = array.astype(bytes)
+            collected.setdefault(name, []).append(array)
+    joined: dict[str, np.ndarray] = {}
+    for name, arrays in collected.items():
+        shapes = np.array([array.shape[1:] for array in arrays])
+        largest = shapes.max(axis=0)
+        if f"{name}.lengths" not in collected and (shapes != largest).any():
+            rows = [len(array) for array in arrays]
+            joined[f"{name}.lengths"] = np.repeat(shapes[:, 0], rows)
+        joined[name] = np.concatenate([_pad(array, largest) for array in arrays])
+    return joined
+
+
+def _pad(array: np.ndarray, shape: np.ndarray) -> np.ndarray:
+    """Pads the rows of an array to a shape, at the end of each axis, with zeros or empty texts."""
+    missing = shape - array.shape[1:]
+    widths = [(0, 0), *((0, count) for count in missing)]
+    return np.pad(array, widths, constant_values=np.zeros((), array.dtype))
 
 
 def export(
-    callbacks: Any,
+    callbacks: Callbacks,
     config: Config,
     checkpoint: CheckpointName = None,
     output: str | None = None,
 ) -> Path:
-    """Writes the model of a checkpoint as a SavedModel; returns where, runs/NAME/export/1 say.
+    """Writes the model of a checkpoint as a SavedModel.
 
-    It is the next version in the folder, as TensorFlow Serving counts them.
+    Args:
+        callbacks: the hooks
+        config: settings that name the run
+        checkpoint: its step, or ``best``; default: the newest
+        output: the folder for all versions of the model; default: runs/NAME/export
+
+    Returns:
+        The folder of the new version, such as runs/NAME/export/1. It is the next number in the
+        folder, because TensorFlow Serving loads the highest one.
 
     Raises:
         SetupError: there is no checkpoint.
-        OSError: the place cannot be written.
+        OSError: the folder cannot be written.
     """
     with serving.restore_run(callbacks, config, checkpoint) as (state, console):
-        base = Path(output or state.run_dir / "export")
-        base.mkdir(exist_ok=True)
-        versions = [int(path.name) for path in base.iterdir() if path.name.isdecimal()]
-        path = base / str(1 + max(versions, default=0))
-        tf.summary.experimental.set_step(state.step)  # no variable that serving would lack
+        folder = Path(output or state.run_dir / "export")
+        folder.mkdir(exist_ok=True)
+        versions = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+        path = folder / str(1 + max(versions, default=0))
+        # A number, because a served model lacks the step's variable.
+        tf.summary.experimental.set_step(state.step)
         inference = serving.create_inference(state)
-        with atomic_write(path) as beside:
-            serving.save_model(inference, beside)
+        with atomic_write(path) as temporary:
+            serving.save_model(inference, temporary)
         console.say(f"step {state.step}: wrote a SavedModel to {relative_path(path)}")
     return path

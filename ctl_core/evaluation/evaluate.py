@@ -12,9 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from ctl_core.cluster.collectives import all_reduce, count_local_replicas
+from ctl_core.cluster.collectives import (
+    all_reduce,
+    count_local_replicas,
+    find_offset_in_share,
+    place_rows,
+)
 from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.compat import add_called_ops, get_seed_generator, list_stages, run_layers, run_replica
@@ -29,6 +35,7 @@ from ctl_core.input.batches import (
     has_varying_widths,
     take_share,
 )
+from ctl_core.input.caches import refuse_unfinished_caches
 from ctl_core.input.prefetch import read_ahead
 from ctl_core.input.readers import open_reader
 from ctl_core.model.components import Components, ForwardContext, TraceContext
@@ -54,6 +61,7 @@ class EvaluationSet:
         run_steps: the graph function (iterator, steps) -> (may be more, digest), once traced
         exchanges: whether hooks or layers exchange something in it
         copies: of what the evaluation writes, once traced
+        names: the names of the metrics' scalars, once traced
     """
 
     make: Callable[[], tf.data.Dataset]
@@ -64,6 +72,7 @@ class EvaluationSet:
     run_steps: Any = None
     exchanges: bool = False
     copies: Any = None
+    names: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def sums(self) -> list[keras.Metric]:
@@ -76,6 +85,7 @@ class Evaluation:
 
     Attributes:
         sets: by name; a single one without a name under ""
+        arrays: the results of the last evaluation that are no numbers, such as a confusion matrix
     """
 
     def __init__(
@@ -84,6 +94,7 @@ class Evaluation:
         self.sets = sets
         self._components, self._recording = components, recording
         self._frozen: list[bool] | None = None
+        self.arrays: dict[str, np.ndarray] = {}
 
     @property
     def names(self) -> list[str]:
@@ -91,7 +102,7 @@ class Evaluation:
         return [
             f"{name}/{value}" if name else value
             for name, one in self.sets.items()
-            for value in ("loss", *one.metrics)
+            for value in ("loss", *one.names)
         ]
 
     def list_passing_variables(self) -> list[tf.Variable]:
@@ -114,8 +125,11 @@ class Evaluation:
                 ops = add_called_ops(graph.get_operations())
                 if not any(op.type.startswith("Collective") for op in ops):
                     break
+            # Metrics keep their values, so that hooks can read them after the evaluation.
+            passing = set(map(id, self.list_passing_variables()))
             written = self._recording.find_written(graph, self._components.strategy)
-            one.copies = ReplicaCopies(self._components.strategy, written)
+            kept = [variable for variable in written if id(variable) not in passing]
+            one.copies = ReplicaCopies(self._components.strategy, kept)
 
     def evaluate(
         self, sync: Callable[[LoopStatus], LoopStatus] = lambda status: status
@@ -131,15 +145,19 @@ class Evaluation:
             None if ended early.
         """
         self.trace()
-        values: list[float] = []
-        for one in self.sets.values():
+        values: dict[str, float] = {}
+        self.arrays = {}
+        for set_name, one in self.sets.items():
+            prefix = f"{set_name}/" if set_name else ""
             with one.copies.put_back_after():
                 if not _add_batches(one, sync):
                     return None
                 total, examples = float(one.total.result()), float(one.examples.result())
                 results = read_results(one.metrics)
-                values += [total / examples if examples else math.nan, *results.values()]
-        return dict(zip(self.names, values, strict=True))
+                values[f"{prefix}loss"] = total / examples if examples else math.nan
+                values |= {f"{prefix}{name}": value for name, value in results.scalars.items()}
+                self.arrays |= {f"{prefix}{name}": array for name, array in results.arrays.items()}
+        return values
 
 
 def _add_batches(one: EvaluationSet, sync: Callable[[LoopStatus], LoopStatus]) -> bool:
@@ -170,7 +188,7 @@ def create_evaluation(
             )
         return None
     size = config.eval_batch_size or components.shape.batch
-    if not hooks.count_examples.is_default:  # each is a replica's share
+    if not components.shape.by_rows:  # each is a replica's share
         size = max(1, size // components.shape.replicas)
 
     def call() -> dict[str, Any]:
@@ -183,6 +201,7 @@ def create_evaluation(
         own = dataclasses.replace(hook, name=f"{hook.name}['{name}']") if name else hook
         reader = open_reader(own, made, lambda: call()[name])
         dataset = prepare(components, config, own, reader.read(goes_on=False) if reader else made)
+        refuse_unfinished_caches(own, dataset)
         # A shuffle has another order in each pass, unless it is made anew.
         shuffles = any("Shuffle" in type(stage).__name__ for stage in list_stages(dataset))
 
@@ -204,7 +223,7 @@ def prepare(
         raise hook.reject(
             "returned an endless dataset, so an evaluation would never end; leave out repeat()."
         )
-    if components.hooks.count_examples.is_default and not has_varying_widths(dataset.element_spec):
+    if components.shape.by_rows and not has_varying_widths(dataset.element_spec):
         batch = config.eval_batch_size or components.shape.batch
         dataset = dataset.rebatch(batch, drop_remainder=False)
     if config.limit_eval is not None:
@@ -215,15 +234,20 @@ def prepare(
 def define_run_steps(components: Components, one: EvaluationSet) -> Any:
     """Defines the graph function that evaluates so many elements, or those that are left."""
     strategy, replicas = components.strategy, components.shape.replicas
-    by_rows = components.hooks.count_examples.is_default
+    by_rows = components.shape.by_rows
     generator = get_seed_generator()
 
     def on_replica(batch: Any, rows: Any, present: Any, together: Any) -> None:
         if present is not None:  # what a condition returns names no device to reduce to
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+        def find_offset() -> tf.Tensor:
+            return find_offset_in_share(components.count_examples(batch), together)
+
         with (
             run_replica(generator),
             weigh_by_rows(rows, present, together),
+            place_rows(find_offset),
             run_layers(training=False),
         ):
             add_batch(TraceContext(components), one, batch, present)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from ctl_core.compat import GraphWriter
+from ctl_core.run.files import atomic_write
 from ctl_core.run.listeners import Listener, find_changes
 
 if TYPE_CHECKING:
@@ -24,13 +26,21 @@ class Summaries(Listener):
 
     def __init__(self, folder: Path, writes: bool = True) -> None:
         """Takes the folder ``tb`` of a run, and whether this process writes there."""
-        self._folder, self._writes = folder, writes
+        self._folder = folder
+        self._writes = writes
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
         self._settings: dict[str, Any] = {}
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        """Keeps the settings until there are values, or an end."""
+        """Keeps the settings until there are values, or an end; drops the values of later steps.
+
+        Those were written by a process that was killed, and are about to be written again.
+        """
         self._settings = config
+        if self._writes:
+            for split in ("train", "eval"):
+                if (self._folder / split).is_dir():
+                    remove_later_events(self._folder / split, step)
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Writes a scalar summary per value."""
@@ -87,6 +97,33 @@ class Summaries(Listener):
         for writer in self._writers.values():
             with contextlib.suppress(tf.errors.OpError):
                 writer.close()
+
+
+def remove_later_events(folder: Path, step: int) -> None:
+    """Removes the events after a step from the event files of a folder.
+
+    TensorBoard has an event for this, a session's start, but ignores it for the summaries that
+    TensorFlow 2 writes: it would show those steps twice.
+    """
+    for file in folder.glob("events.out.tfevents.*"):
+        kept = []
+        is_changed = False
+        for record in _read_records(file):
+            if tf.compat.v1.Event.FromString(record).step <= step:
+                kept.append(record)
+            else:
+                is_changed = True
+        if is_changed:
+            with atomic_write(file) as temporary, tf.io.TFRecordWriter(str(temporary)) as writer:
+                for record in kept:
+                    writer.write(record)
+
+
+def _read_records(file: Path) -> Iterator[bytes]:
+    """Yields the records of an event file, up to one that a kill has cut short."""
+    with contextlib.suppress(tf.errors.DataLossError):
+        for record in tf.data.TFRecordDataset(str(file)):
+            yield record.numpy()
 
 
 class Pace(Listener):

@@ -4,16 +4,18 @@ Each run keeps a copy of the file that it was trained with, for ``--callbacks``.
 imports is not copied.
 """
 
+import contextlib
 import dataclasses
 import os
 import sys
 import traceback
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ctl_core.run.errors import SetupError, format_error, format_name
+from ctl_core.run.errors import CtlError, SetupError, format_error, format_name
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
 
@@ -22,6 +24,8 @@ DEFAULT = Config().callbacks
 COPY = "callbacks.py"
 # The module's name where the file is not the project's callbacks.py, which it may import.
 MODULE = "ctl_callbacks"
+PROJECT = "callbacks"  # the module's name otherwise
+_importing: list[Path] = []  # the files that are being run, outermost first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +90,21 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
     """Runs the file as it is now; modules beside it and in the project are found.
 
     Raises:
-        SetupError: it cannot be imported; with its own line and message.
+        SetupError: it cannot be imported; with its own line and message; or it is being imported
+            already, and loads a run of its own hooks.
     """
+    if source.stands_for in _importing:
+        raise SetupError(
+            f"ctl.load at the top of {format_name(source.stands_for.name)} loads a run of that "
+            "same file, which would import itself without end; call it in a hook that runs while "
+            "training, pass the hooks of another file (callbacks=module), or begin with the "
+            "run's weights (--init-from RUN, without the head: --init-skip 'head/*')."
+        )
     original, project = source.stands_for, project or Path.cwd()
     for folder in (project, original.parent):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
-    module = types.ModuleType("callbacks" if original == project / DEFAULT else MODULE)
+    module = types.ModuleType(PROJECT if original == project / DEFAULT else MODULE)
     module.__file__ = str(original)  # by which a file may find its data
     vars(module)["__source__"] = source.path.read_bytes()
     sys.modules[module.__name__] = module
@@ -100,16 +112,36 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
     from ctl_core.hooks.recording import IMPORTED, note_layers  # as late as TensorFlow can be
 
     IMPORTED.clear()
+    _importing.append(original)
     try:
         with note_layers(IMPORTED):
             exec(code, vars(module))
     except (Exception, SystemExit) as error:
         raise SetupError(_why(error, source)) from error
+    finally:
+        _importing.remove(original)
     return module
 
 
+@contextlib.contextmanager
+def keep_imports() -> Iterator[None]:
+    """Lets a project's files load other hooks, whose module and folders replace theirs only within.
+
+    Where nothing had been imported before, what is imported within stays.
+    """
+    path, modules = list(sys.path), {name: sys.modules.get(name) for name in (PROJECT, MODULE)}
+    try:
+        yield
+    finally:
+        for name, module in modules.items():
+            if module is not None:
+                sys.path[:] = path
+                sys.modules[name] = module
+
+
 def _why(error: BaseException, source: Source) -> str:
-    file, text = source.path.name, format_error(error)
+    file = source.path.name
+    text = str(error) if isinstance(error, CtlError) else format_error(error)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(source.path)]
     if isinstance(error, SyntaxError):

@@ -1,18 +1,19 @@
-"""The default of every hook, and what these are written with.
+"""The default of every hook, and the functions that the defaults are written with.
 
-The hooks stand in callbacks.py, too, where they say ctl.unpack for unpack; a test compares the two.
+The hooks are word for word those of a new callbacks.py, as a test checks. So they call the public
+functions by ``ctl``, which are looked up only when a hook runs: ``unpack``, say, is in this module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ctl_core.numerics.variables import regularization, trainable_variables
-from ctl_core.run.console import report, show_step
+import ctl_core as ctl
 
 
+@tf.autograph.experimental.do_not_convert
 def nan_to_zero(gradient: Any) -> Any:
     """Returns the gradient with each NaN entry replaced by 0; works on sparse gradients too."""
     if isinstance(gradient, tf.IndexedSlices):
@@ -22,32 +23,64 @@ def nan_to_zero(gradient: Any) -> Any:
     return tf.where(tf.math.is_nan(gradient), tf.zeros_like(gradient), gradient)
 
 
-DIFFER = (
-    "the tensors of a batch differ in their first dimension; batch after zip(), not before, or "
-    "say how many examples it holds: def count_examples(batch): return tf.shape(batch[1])[0]"
-)
+class DifferentRowsError(ValueError):
+    """The tensors of a batch differ in their first dimension."""
 
 
 @tf.autograph.experimental.do_not_convert
 def leading_dimension(batch: Any) -> Any:
     """Returns the first dimension of a batch's tensors, which all of them have to share.
 
+    Scalars are ignored.
+
     Returns:
-        A number where the shapes fix it, otherwise a scalar int64 tensor, which is -1 if the
-        tensors turn out to differ. Scalars do not count; a batch of nothing else gives None.
+        A number if the shapes fix it, otherwise a scalar int64 tensor, which is -1 if the tensors
+        turn out to differ. None for a batch that has only scalars.
 
     Raises:
-        ValueError: the shapes show that the tensors differ.
+        DifferentRowsError: the shapes show that the tensors differ.
     """
-    sizes = [get_first_dimension(part) for part in tf.nest.flatten(batch) if part.shape.rank != 0]
+    tensors = [tensor for tensor in tf.nest.flatten(batch) if tensor.shape.rank != 0]
+    sizes = [get_first_dimension(tensor) for tensor in tensors]
     fixed = {size for size in sizes if isinstance(size, int)}
     if len(fixed) > 1:
-        raise ValueError(DIFFER)
+        raise DifferentRowsError(explain_different_rows(batch))
     if all(isinstance(size, int) for size in sizes):
         return next(iter(fixed), None)
     first, *others = (tf.cast(size, tf.int64) for size in sizes)
     same = tf.reduce_all([other == first for other in others])
     return tf.where(same, first, tf.constant(-1, tf.int64))
+
+
+def explain_different_rows(batch: Any, examples: int | None = None) -> str:
+    """Explains what to do about a batch whose tensors differ in their first dimension.
+
+    Args:
+        batch: a structure of tensors
+        examples: the number of examples that the batch should have; a tensor with that many rows
+            is suggested for ``count_examples``
+    """
+    cure = "return the number of examples from count_examples"
+    for path, tensor in list_paths(batch):
+        if tensor.shape.rank and examples is not None and tensor.shape[0] == examples:
+            cure = f"define def count_examples(batch): return tf.shape({path})[0]"
+            break
+    return (
+        "the tensors of a batch differ in their first dimension; call zip() before batch(), or, "
+        f"if an example has any number of rows, {cure}"
+    )
+
+
+def list_paths(structure: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Yields the tensors of a structure, each after the expression that reads it from ``path``."""
+    if isinstance(structure, Mapping):
+        for key, value in structure.items():
+            yield from list_paths(value, f"{path}[{key!r}]")
+    elif isinstance(structure, tuple | list):
+        for index, value in enumerate(structure):
+            yield from list_paths(value, f"{path}[{index}]")
+    else:
+        yield path, structure
 
 
 def get_first_dimension(tensor: Any) -> Any:
@@ -117,19 +150,26 @@ def deferred(hook: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
+# ---- The hooks: the same text is in templates/examples/blank.py ----------------------------------
+
+
 def make_batches(dataset):
+    """Makes a last change to the repeated dataset, before the replicas get their shares."""
     return dataset
 
 
 def count_examples(batch):
-    return leading_dimension(batch)
+    """Counts the examples of a batch. In graphs or point sets: tf.shape(labels)[0]."""
+    return ctl.leading_dimension(batch)
 
 
 def create_opt(lr):
+    """Creates the optimizer. SGD(lr * 0.1) works, too, and host hooks may call lr.assign(0.01)."""
     return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
 
 
 def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
+    """Says what a checkpoint holds, and how many checkpoints are kept."""
     ckpt = tf.train.Checkpoint(
         step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
     )
@@ -137,32 +177,42 @@ def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
 
 
 def input_pre(batch):
-    inputs, _, _ = unpack(batch)
+    """Returns the model's input, from a batch (inputs, targets) or (inputs, targets, weights)."""
+    inputs, _, _ = ctl.unpack(batch)
     return inputs
 
 
 def loss_pre(output, batch):
-    _, target, _ = unpack(batch)
+    """Returns the argument of train_loss."""
+    _, target, _ = ctl.unpack(batch)
     return output, target
 
 
 def grad_pre(loss, batch, train_model):
-    return weighted(loss, batch), regularization(train_model), trainable_variables(train_model)
+    """Returns the loss of each example, terms that do not depend on the batch, and variables."""
+    return (
+        ctl.weighted(loss, batch),
+        ctl.regularization(train_model),
+        ctl.trainable_variables(train_model),
+    )
 
 
 def update_pre(gradients):
-    gradients = [nan_to_zero(gradient) for gradient in gradients]
+    """Returns the gradients to apply and those to display; they are summed over all replicas."""
+    gradients = [ctl.nan_to_zero(gradient) for gradient in gradients]
     clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
     return clipped, gradients
 
 
-@deferred
+@ctl.deferred
 def print_step(step):
-    show_step(step)
+    """Shows the step. Deferred: it only looks on, and so the engine does not leave the graph."""
+    ctl.show_step(step)
 
 
 def print_loss(step, loss):
-    report(step, loss=loss)
+    """Prints the loss, and writes it to TensorBoard and metrics.jsonl."""
+    ctl.report(step, loss=loss)
 
 
 every_steps = {1: print_step, 10: print_loss}
@@ -171,15 +221,18 @@ turns: list[str] = []
 
 
 def create_train_metrics():
+    """Returns the Keras metrics of training by name: none."""
     return {}
 
 
 def create_metrics():
+    """Returns the Keras metrics of an evaluation by name, such as {"auc": keras.metrics.AUC()}."""
     return {}
 
 
 def metric_pre(output, batch):
-    _, target, weight = unpack(batch)
+    """Returns the arguments of the metrics' update_state."""
+    _, target, weight = ctl.unpack(batch)
     return (target, output) if weight is None else (target, output, weight)
 
 
@@ -187,4 +240,5 @@ train_metric_pre = metric_pre
 
 
 def eval_pre(loss, batch, train_model):
-    return weighted(loss, batch), regularization(train_model)
+    """Returns the loss that an evaluation reports, and terms that do not depend on the batch."""
+    return ctl.weighted(loss, batch), ctl.regularization(train_model)

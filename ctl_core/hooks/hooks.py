@@ -163,23 +163,6 @@ class Hooks:
     after_eval: tuple[Hook, ...]
     at_end: tuple[Hook, ...]
 
-    def list_all(self) -> list[Hook]:
-        """Returns all hooks, of the user and of the engine, that this run calls."""
-        hooks: list[Hook] = []
-        for value in vars(self).values():
-            if isinstance(value, Hook):
-                hooks.append(value)
-            elif isinstance(value, dict):
-                hooks += [hook for functions in value.values() for hook in functions]
-            elif isinstance(value, tuple):
-                hooks += [hook for hook in value if isinstance(hook, Hook)]
-        return hooks
-
-    def is_taken(self, argument: str) -> bool:
-        """Returns whether a hook takes the argument; create_ckpt, which only saves, is left out."""
-        hooks = (hook for hook in self.list_all() if hook is not self.create_ckpt)
-        return any(argument in hook.arguments for hook in hooks)
-
     def list_graph_hooks(self) -> list[Hook]:
         """The hooks that are traced, but for those that the engine does without."""
         return [hook for hook in vars(self).values() if isinstance(hook, Hook) and hook.is_traced]
@@ -202,8 +185,13 @@ class Hooks:
 
     def find_owner(self, frames: list[tuple[str, int]]) -> str | None:
         """Returns the hook of the graph, and the line, that an op of these frames is of, if any."""
+        hook = self.find_hook(frames)
+        return None if hook is None else hook.locate(frames)
+
+    def find_hook(self, frames: list[tuple[str, int]]) -> Hook | None:
+        """Returns the hook of the graph that an op of these frames is of, if any."""
         hooks = (hook for hook in self.list_graph_hooks() if hook.has_frame(frames))
-        return next((hook.locate(frames) for hook in hooks), None)
+        return next(hooks, None)
 
 
 def name_kind(value: Any) -> str:

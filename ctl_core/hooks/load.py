@@ -18,7 +18,9 @@ import tensorflow as tf
 from ctl_core.compat import read_max_to_keep
 from ctl_core.hooks import defaults
 from ctl_core.hooks.hooks import Hook, Hooks
-from ctl_core.hooks.table import COMMON, DEFERRED, SPECS, TABLE, Spec
+from ctl_core.hooks.results import Objective
+from ctl_core.hooks.spec import Form, HookSpec
+from ctl_core.hooks.table import COMMON, DEFERRED, SPECS, TABLE
 from ctl_core.numerics.groups import is_pairs
 from ctl_core.run.errors import SetupError, find_code, locate, make_line, suggest
 from ctl_core.run.settings import Config
@@ -40,42 +42,78 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
         return callbacks, []
     if isinstance(callbacks, Mapping):
         callbacks = types.SimpleNamespace(**callbacks)
-    common = {"config": config, "hparams": config.hparams}
     origin = Path(getattr(callbacks, "__file__", None) or "callbacks").name
     misspelt = find_misspelt(callbacks, origin)
-    required = [spec for spec in TABLE if spec.kind == "required"]
-    if missing := [spec for spec in required if not hasattr(callbacks, spec.name)]:
+    check_required(callbacks, origin, misspelt)
+    common = {"config": config, "hparams": config.hparams}
+    hooks = {spec.name: _read_hook(spec, callbacks, common, origin) for spec in TABLE}
+    if not hasattr(callbacks, "train_metric_pre"):
+        # The arguments of metric_pre, also the user's, are among those of train_metric_pre.
+        hooks["train_metric_pre"] = hooks["metric_pre"]
+    return Hooks(**hooks), misspelt
+
+
+def check_required(callbacks: Any, origin: str, misspelt: Sequence[str]) -> None:
+    """Refuses callbacks without a hook that there is no training without.
+
+    Args:
+        origin: the name of the file, for the message
+        misspelt: what ``find_misspelt`` has found, which the message ends with
+    """
+    required = [spec for spec in TABLE if spec.is_required]
+    missing = [spec for spec in required if not hasattr(callbacks, spec.name)]
+    if missing:
         first = missing[0]
-        raise SetupError(
-            f"{origin}: missing {', '.join(one.name for one in missing)}; write "
-            f"def {first.name}({', '.join(first.arguments)}), which returns {first.returns}. "
-            + " ".join(misspelt)
-        )
-    found: dict[str, Any] = {}
-    for spec in TABLE:
-        name = spec.name
+        names = ", ".join(spec.name for spec in missing)
+        cure = f"write def {first.signature}, which returns {first.returns}."
+        raise SetupError(" ".join([f"{origin}: missing {names}; {cure}", *misspelt]))
 
-        def make_hook(name: str, function: Any, spec: Spec = spec) -> Hook:
-            arguments = read_arguments(spec, name, function, origin)
-            default, traced = is_default(name, function), spec.kind == "in the graph"
-            accepts = CONTRACT.get(spec.name)
-            return Hook(name, function, arguments, common, default, traced, spec.returns, accepts)
 
-        value = getattr(callbacks, name, getattr(defaults, name, None))
-        if spec.kind == "names":
-            found[name] = tuple(value or ())
-        elif spec.kind == "by step":
-            found[name] = {
-                step: tuple(make_hook(f"{name}[{step}]", one) for one in _list(functions))
-                for step, functions in read_schedule(spec, value, origin).items()
-            }
-        elif spec.kind == "one or several":
-            found[name] = tuple(make_hook(name, one) for one in _list(value))
-        elif value is None and not hasattr(defaults, name):
-            found[name] = None
-        else:
-            found[name] = make_hook(name, value)
-    return Hooks(**found), misspelt
+def _read_hook(spec: HookSpec, callbacks: Any, common: Mapping[str, Any], origin: str) -> Any:
+    """Returns one hook as ``Hooks`` has it, which depends on its form."""
+
+    def make(function: Any, name: str = spec.name) -> Hook:
+        return make_hook(spec, name, function, common, origin)
+
+    default = getattr(defaults, spec.name, None)
+    value = getattr(callbacks, spec.name, default)
+    if spec.form is Form.NAMES:
+        return tuple(value or ())
+    if spec.form is Form.FUNCTIONS:
+        return tuple(make(function) for function in _list(value))
+    if spec.form is Form.SCHEDULE:
+        return {
+            step: tuple(make(function, f"{spec.name}[{step}]") for function in _list(functions))
+            for step, functions in read_schedule(spec, value, origin).items()
+        }
+    if value is None and default is None:  # the engine does without
+        return None
+    return make(value)
+
+
+def make_hook(
+    spec: HookSpec, name: str, function: Any, common: Mapping[str, Any], origin: str
+) -> Hook:
+    """Returns a hook that is called with the arguments that a function names.
+
+    Args:
+        name: of the hook in messages: ``every_steps[10]``, say
+        common: the values that every hook may name
+        origin: the name of the file, for messages
+
+    Raises:
+        SetupError: it is no function, or names an argument that does not exist.
+    """
+    return Hook(
+        name=name,
+        function=function,
+        arguments=read_arguments(spec, name, function, origin),
+        common=common,
+        is_default=is_default(spec.name, function),
+        is_traced=spec.is_traced,
+        returns=spec.returns,
+        accepts=CONTRACT.get(spec.name),
+    )
 
 
 def _list(value: Any) -> Sequence[Any]:
@@ -84,7 +122,7 @@ def _list(value: Any) -> Sequence[Any]:
     return [] if value is None else [value]
 
 
-def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
+def read_schedule(spec: HookSpec, value: Any, origin: str) -> dict[int, Any]:
     """Returns functions by step, if that is what a value is."""
     if not isinstance(value, dict) or not all(isinstance(n, int) and n > 0 for n in value):
         got = make_line(repr(value), 60)
@@ -93,13 +131,13 @@ def read_schedule(spec: Spec, value: Any, origin: str) -> dict[int, Any]:
     return value
 
 
-def read_arguments(spec: Spec, name: str, function: Any, origin: str) -> tuple[str, ...]:
+def read_arguments(spec: HookSpec, name: str, function: Any, origin: str) -> tuple[str, ...]:
     """Returns the arguments that a hook's function names, if it may name all of them."""
     if not callable(function):
         got = make_line(repr(function), 60)
         raise SetupError(f"{origin}: {name} must be a function, got {got}.")
-    deferred = spec.kind == "by step" and getattr(function, "deferred", False)
-    valid = (*(DEFERRED if deferred else spec.arguments), *COMMON)
+    deferred = spec.form is Form.SCHEDULE and getattr(function, "deferred", False)
+    valid = (*(DEFERRED if deferred else spec.argument_names), *COMMON)
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
         optional = parameter.default is not parameter.empty or "*" in str(parameter)
@@ -127,10 +165,10 @@ def find_misspelt(callbacks: Any, origin: str) -> list[str]:
 
 
 def is_default(name: str, function: Any) -> bool:
-    """Whether a function is the hook's default, or a copy of it in another file.
+    """Returns True for a hook's default, and for a copy of it in another file.
 
-    A docstring, annotations and comments change nothing, nor whether it says ``unpack`` or
-    ``ctl.unpack``; what its names stand for has to be the same.
+    A docstring, annotations and comments change nothing; what its names stand for has to be the
+    same.
     """
     default = getattr(defaults, name, None)
     if not (inspect.isfunction(function) and inspect.isfunction(default)):
@@ -180,7 +218,8 @@ def _is_loss(value: Any) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    refused = (type, keras.optimizers.LossScaleOptimizer)  # nothing scales the loss for it
+    # An optimizer of TensorFlow 1 sums over the replicas by itself.
+    refused = (type, tf.compat.v1.train.Optimizer)
     return hasattr(value, "apply_gradients") and not isinstance(value, refused)
 
 
@@ -217,6 +256,22 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
 
+def _is_flag(value: Any) -> bool:
+    """Returns whether a value is one bool, or None, which stands for False."""
+    if value is None:
+        return True
+    if tf.is_tensor(value):
+        return value.shape.rank in (0, None) and value.dtype.is_bool
+    return isinstance(value, bool)
+
+
+def _is_update(value: Any) -> bool:
+    """Whether a value is gradients, what is shown of them, and perhaps whether to skip them."""
+    if not isinstance(value, tuple | list) or len(value) not in (2, 3):
+        return False
+    return isinstance(value[0], tuple | list) and all(map(_is_flag, value[2:]))
+
+
 def _is_saved(value: Any) -> bool:
     """Whether a value is a checkpoint and a manager that keeps one while it saves the next."""
     kinds = (tf.train.Checkpoint, tf.train.CheckpointManager)
@@ -226,11 +281,15 @@ def _is_saved(value: Any) -> bool:
 
 
 def _is_objective(value: Any) -> bool:
-    """Whether a value is a loss, an extra loss and variables, perhaps with the loss's parts."""
+    """Whether a value is an ``Objective``, or a plain tuple of 3 or 4 such values."""
     if not isinstance(value, tuple | list) or len(value) not in (3, 4):
         return False
-    listed = isinstance(value[2], tuple | list) and (len(value) == 3 or isinstance(value[3], dict))
-    return listed and _is_number(value[1])
+    objective = Objective(*value)
+    return (
+        _is_number(objective.extra_loss)
+        and isinstance(objective.variables, tuple | list)
+        and isinstance(objective.logged, Mapping)
+    )
 
 
 def _are_objectives(value: Any) -> bool:
@@ -251,7 +310,7 @@ CONTRACT: dict[str, Callable[[Any], bool]] = {
     "loss_pre": _is_given,
     "batch_weight": _is_number,
     "grad_pre": _are_objectives,
-    "update_pre": lambda value: _is_pair(value) and isinstance(value[0], tuple | list),
+    "update_pre": _is_update,
     "create_train_metrics": _are_metrics,
     "train_metric_pre": _is_given,
     "create_metrics": _are_metrics,

@@ -15,10 +15,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core import compat
 from ctl_core.compat import find_written_resources, flatten_layers
 from ctl_core.numerics.variables import unwrap
 
 IMPORTED: list[weakref.ref[Any]] = []  # the layers that the import of callbacks.py has made
+_NEW = vars(keras.Layer)["__new__"]  # of Keras
 
 
 @contextlib.contextmanager
@@ -36,6 +38,22 @@ def note_layers(layers: list[weakref.ref[Any]]) -> Iterator[None]:
         yield
     finally:
         setattr(keras.Layer, "__new__", original)  # noqa: B010
+
+
+@contextlib.contextmanager
+def record_nothing() -> Iterator[None]:
+    """Hides what is created within from every recording that listens, and keeps ``IMPORTED``.
+
+    A run that a hook loads is no part of the run that the hook belongs to.
+    """
+    noting, imported = vars(keras.Layer)["__new__"], list(IMPORTED)
+    setattr(keras.Layer, "__new__", _NEW)  # noqa: B010
+    try:
+        with compat.leave_creator_scopes():
+            yield
+    finally:
+        setattr(keras.Layer, "__new__", noting)  # noqa: B010
+        IMPORTED[:] = imported
 
 
 class Recording:

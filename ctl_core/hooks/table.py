@@ -1,202 +1,645 @@
-"""The table of hooks: each one's name, the arguments it may name, what it returns.
+"""The table of hooks: what each is for, its arguments, what it returns, its default, an example.
 
-Its text is the source of what hooks are called with, of the check of what they return, of messages
-about them, of ``ctl_core hooks`` and of the documentation. Behind a hook's name and arguments
-stands whether it is required, traced into the graph, a dict of functions by step, one function or
-several, or a list of names. What one does that callbacks.py leaves out is in defaults.py.
+The table is the single source of the arguments that hooks are called with, of the messages about
+wrong hooks, of ``python -m ctl_core hooks`` and of the pages of the documentation. The code of the
+defaults is in defaults.py, and the checks of returned values are in load.py.
 """
 
-import dataclasses
-import re
-from collections.abc import Iterator
+from ctl_core.hooks.spec import Argument, Form, HookSpec, Place
 
-TEXT = """\
-create_dataset(global_batch_size, per_replica_batch_size, input_context) required
-    The training data, one pass; the engine repeats it. Each process of a cluster reads all of it,
-    and takes its rows of each batch. per_replica_batch_size is the same number, so that what is
-    done with a batch does not depend on devices; but a replica's share where count_examples counts.
-    returns: tf.data.Dataset of batches of any size; or a reader in Python of such
+# ---- Arguments that every hook may name ----------------------------------------------------------
 
-make_batches(dataset, global_batch_size, per_replica_batch_size, input_context)
-    Last change to the repeated dataset, before it is dealt out to the replicas.
-    returns: tf.data.Dataset of batches of any size
-    default: the dataset unchanged
+COMMON_ARGUMENTS = (
+    Argument("config", "ctl.Config", "the settings of the run"),
+    Argument("hparams", "dict", "your own hyperparameters: the section hparams of config.yaml"),
+)
+COMMON = tuple(argument.name for argument in COMMON_ARGUMENTS)
 
-count_examples(batch) in the graph
-    Which dimension counts, where not all tensors have one row per example, as in graphs.
-    returns: a whole number, how many examples a batch holds
-    default: the first dimension, which all tensors have to share
+# ---- Arguments of the hooks that are called before training --------------------------------------
 
-create_model(per_replica_batch_size) required
-    The model; built under the strategy's scope.
-    returns: train_model, callable: output = train_model(inputs)
+GLOBAL_BATCH_SIZE = Argument(
+    "global_batch_size", "int", "the setting batch_size: the examples of a step on all devices"
+)
+PER_REPLICA_BATCH_SIZE = Argument(
+    "per_replica_batch_size",
+    "int",
+    "the same number, so that the data do not depend on the number of devices; the share of one "
+    "replica if count_examples counts something other than rows",
+)
+INPUT_CONTEXT = Argument(
+    "input_context",
+    "tf.distribute.InputContext",
+    "always a single input pipeline, because each process reads all of the data",
+)
+LR = Argument(
+    "lr",
+    "learning rate object",
+    "optimizers take it as it is; lr * 0.1 follows it, and host hooks call lr.assign(0.01)",
+)
+TRAIN_MODEL = Argument("train_model", "callable", "the value that create_model returned")
+TRAIN_LOSS = Argument("train_loss", "callable", "the value that create_loss returned")
+EVAL_MODEL = Argument(
+    "eval_model", "callable", "the value of create_eval_model, or train_model without that hook"
+)
+OPTIMIZER = Argument("optimizer", "optimizer or dict", "the value that create_opt returned")
 
-create_eval_model(train_model)
-    What evaluation, prediction and export run in place of train_model: it may share its weights, or
-    have its own, which update_post keeps up; train_model is built by then.
-    returns: eval_model, callable: output = eval_model(inputs)
-    default: train_model itself
+# ---- Arguments of the hooks in the graph ---------------------------------------------------------
 
-create_inference_model(model, train_model)
-    What load, predict and export run: a part of the model, such as an encoder, or something around
-    it, such as a softmax; model is what is evaluated, with the weights of the checkpoint.
-    returns: inference model, callable: output = inference_model(inputs)
-    default: model itself
+BATCH = Argument(
+    "batch", "tensors", "this replica's share of a batch, structured as in the dataset", "[b, ...]"
+)
+OUTPUT = Argument(
+    "output", "tensors", "the model's output for this share, float32 in any precision", "[b, ...]"
+)
+LOSS = Argument("loss", "tf.Tensor", "the value that train_loss returned", "[b] or []")
+STEP = Argument(
+    "step", "tf.Tensor", "the number of the step, an int64; in an evaluation, of the last one", "[]"
+)
+TRAINING = Argument("training", "bool", "True in a training step, False everywhere else")
+OBJECTIVE = Argument(
+    "objective", "str or None", "the objective whose turn it is; None without turns"
+)
+TURN = Argument("turn", "int or None", "the index of the turn in turns; None without turns")
 
-serve(inputs) in the graph
-    The model's input, made from what a client sends: the inputs of a batch, of any number of
-    examples, or what the input_signature says where serve is a tf.function with one.
-    returns: model input
-    default: as input_pre makes it, from the part of a batch that it uses
+# ---- Arguments of the hooks on the host ----------------------------------------------------------
 
-create_loss() required
-    The loss: one number per example, or their sum.
-    returns: train_loss of one argument, loss_input; of Keras, lambda pair: loss(pair[1], pair[0])
-        with reduction="sum" or "none"
+DEV = Argument("dev", "tuple of str", "the devices of this process's replicas")
+HOST_STEP = Argument("step", "int", "the number of the step that has just been taken")
+CKPT = Argument("ckpt", "tf.train.Checkpoint", "the first value that create_ckpt returned")
+MANAGER = Argument(
+    "manager", "tf.train.CheckpointManager", "manager.save() saves once the due hooks are done"
+)
+CHIEF = Argument(
+    "chief", "bool", "True in exactly one process: the one that writes files and calls services"
+)
+STATE = Argument(
+    "state",
+    "dict",
+    "numbers, texts, lists and dicts that hooks remember; checkpoints keep it",
+)
+METRICS = Argument("metrics", "dict", "the values of the last evaluation by name, floats")
 
-create_opt(lr, train_model)
-    The optimizer; with pairs, each variable has that of its group.
-    returns: optimizer, a list of pairs (optimizer, variables), or a dict of optimizers by
-        objective; no LossScaleOptimizer
-    default: Nadam(learning_rate=lr, epsilon=0.001)
-
-create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss)
-    What a checkpoint holds and how many are kept.
-    returns: 2 values: ckpt, manager, which keeps 2 or more
-    default: all five, the newest 50
-
-input_pre(batch, lr, step, training, objective, turn) in the graph
-    The model's input, made from a batch.
-    returns: model input
-    default: first element of an (inputs, targets) or (inputs, targets, weights) batch
-
-loss_pre(output, batch, train_model, lr, step, training, objective, turn) in the graph
-    What train_loss is called with.
-    returns: loss_input, one argument
-    default: (output, second element of the batch)
-
-batch_weight(batch, output, objective, turn) in the graph
-    What the summed loss is divided by, in training and evaluation: the weights of all replicas and
-    micro-batches added up, such as the number of tokens that are not padding.
-    returns: how much a batch weighs, one number from 0 up
-    default: the number of examples
-
-grad_pre(loss, output, batch, train_model, train_loss, lr, step, objective, turn) in the graph
-    What is differentiated, and by which variables. The loss of the batch is summed; extra_loss are
-    terms that do not depend on it.
-    returns: 3 values: loss_per_batch, extra_loss (a number), trainable_vars (a list); 4 with a dict
-        to log; or a dict by objective
-    default: weighted(loss, batch), regularization(train_model), trainable_variables(train_model)
-
-update_pre(gradients, variables, loss, output, batch, train_model, train_loss, lr, optimizer, step,
-    objective, turn, all_gradients) in the graph
-    What the optimizer applies, made from the gradients summed over the replicas; both are in the
-    order of variables. It is called once for each objective, with its name; all_gradients are those
-    of all, a dict by objective.
-    returns: 2 values: update_gradients (a list), display_gradients
-    default: NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display
-
-update_post(train_model, train_loss, eval_model, optimizer, lr, step, objective, turn) in the graph
-    What is done after each update, on each replica with its own variables: averages and target
-    networks, weights clipped or projected.
-    default: nothing is done
-
-turns() names
-    Objectives in turns: a step makes an update for each, in this order and on one batch, with a
-    forward pass of its own that sees what the turn before has changed. The hooks of the graph may
-    name objective, whose turn it is (a text; None in evaluation), and turn, which one of the list
-    (a number from 0 up).
-    returns: list of objectives, such as 3 * ['critic'] + ['generator']
-    default: one forward pass, then all objectives at once
-
-create_train_metrics()
-    What is measured while training: over all examples since the last line, which comes every
-    log_every steps.
-    returns: dict of Keras metrics by name, none of them loss
-    default: {}
-
-train_metric_pre(loss, output, batch, train_model, step, objective, turn) in the graph
-    What the train metrics are updated with; loss is what train_loss returned.
-    returns: arguments of update_state, or a dict of such by metric
-    default: as metric_pre's
-
-every_steps(dev, step, update_gradients, loss, output, batch, train_model, train_loss, eval_model,
-    lr, optimizer, display_gradients, gradients, variables, ckpt, manager, chief, state) by step
-    {N: function or list of functions}, run after every N-th step; in every process of a
-    cluster: what writes a file or calls a service asks chief first, a bool. gradients are what
-    update_pre was given, of the variables in that order, update_gradients and display_gradients
-    what it returned. state is a dict that checkpoints keep.
-    default: {1: print_step, 10: print_loss}
-
-at_step(dev, step, update_gradients, loss, output, batch, train_model, train_loss, eval_model, lr,
-    optimizer, display_gradients, gradients, variables, ckpt, manager, chief, state) by step
-    {N: function or list of functions}, run once after step N, never again.
-    default: {}
-
-create_eval_dataset(global_batch_size, per_replica_batch_size)
-    The evaluation data, one pass; each example is used exactly once. With several sets by name,
-    values are called NAME/loss and so on.
-    returns: tf.data.Dataset or reader in Python of batches, the last one may be smaller; or a dict
-        of such by name
-    default: none: no evaluation
-
-create_metrics()
-    What the evaluation measures beside the loss.
-    returns: dict of Keras metrics by name, none of them loss
-    default: {}
-
-metric_pre(output, batch, train_model) in the graph
-    What the metrics are updated with.
-    returns: arguments of update_state, or a dict of such by metric
-    default: (second element of the batch, output), and the third if there are sample weights
-
-eval_pre(loss, output, batch, train_model, train_loss, lr, step) in the graph
-    The loss that the evaluation reports.
-    returns: 2 values: loss_per_batch, extra_loss (a number)
-    default: weighted(loss, batch), regularization(train_model)
-
-after_eval(metrics, dev, step, train_model, train_loss, eval_model, lr, optimizer, ckpt, manager,
-    chief, state) one or several
-    Function or list of functions, run on the host after each evaluation: metrics has its values
-    by name. It may do what every_steps may, such as lr.assign, manager.save or raise StopTraining;
-    a checkpoint of the step holds what it has done.
-    default: nothing is done
-
-at_end(reason, metrics, dev, step, train_model, train_loss, eval_model, lr, optimizer, ckpt,
-    manager, chief, state) one or several
-    Function or list of functions, run on the host once training has ended and everything is
-    saved: reason is done, ended (by StopTraining or early_stop), stopped (by a signal) or failed.
-    default: nothing is done
-
-A hook names only the arguments that it uses, in any order, and may also name config and hparams.
-One that callbacks.py leaves out is the default.
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """One row of the table: a hook's name, the arguments it may name, what it returns."""
-
-    name: str
-    arguments: tuple[str, ...]
-    kind: str
-    returns: str
-
-
-def _read_table() -> Iterator[Spec]:
-    for row in TEXT.split("\n\n")[:-1]:
-        name, arguments, kind = re.findall(r"^(\w+)\(([^)]*)\) ?(.*)", row)[0]
-        returns = re.findall(r"\n    returns: (.*(?:\n {8}.*)*)", row)
-        words = [" ".join(part.split()) for part in (arguments, kind, *returns, "")]
-        yield Spec(name, tuple(words[0].split(", ")) if arguments else (), words[1], words[2])
-
-
-TABLE = tuple(_read_table())
-SPECS = {spec.name: spec for spec in TABLE}
-COMMON = ("config", "hparams")
-# What a host hook can name only at the price of an observed step: these come out of the graph.
+STEP_HOOK_ARGUMENTS = (
+    DEV,
+    HOST_STEP,
+    Argument(
+        "update_gradients", "list of tensors", "the gradients that update_pre returned to apply"
+    ),
+    Argument("loss", "tf.Tensor", "the loss of the whole batch, over all replicas", "[]"),
+    Argument("output", "tensors", "the outputs of all replicas of this process", "[b, ...]"),
+    Argument("batch", "tensors", "the batches of all replicas of this process", "[b, ...]"),
+    TRAIN_MODEL,
+    TRAIN_LOSS,
+    EVAL_MODEL,
+    LR,
+    OPTIMIZER,
+    Argument(
+        "display_gradients", "list of tensors", "the gradients that update_pre returned to show"
+    ),
+    Argument("gradients", "list of tensors", "the gradients that update_pre was given"),
+    Argument("variables", "list of variables", "the variables of the gradients, in their order"),
+    CKPT,
+    MANAGER,
+    CHIEF,
+    STATE,
+)
+# Naming one of these costs a step of its own: the values have to come out of the graph.
 OBSERVED = (
-    "update_gradients", "loss", "output", "batch", "display_gradients", "gradients", "variables",
-)  # fmt: skip
-# What a hook that the graph is not left for may name.
+    "update_gradients",
+    "loss",
+    "output",
+    "batch",
+    "display_gradients",
+    "gradients",
+    "variables",
+)
+# The arguments of a function that is marked with ``deferred``.
 DEFERRED = ("dev", "step", "chief")
+
+AFTER_EVAL_ARGUMENTS = (
+    METRICS,
+    DEV,
+    HOST_STEP,
+    TRAIN_MODEL,
+    TRAIN_LOSS,
+    EVAL_MODEL,
+    LR,
+    OPTIMIZER,
+    CKPT,
+    MANAGER,
+    CHIEF,
+    STATE,
+)
+
+# ---- Fields of the named results -----------------------------------------------------------------
+
+LOSS_PER_BATCH = Argument(
+    "loss_per_batch", "tf.Tensor", "a number per example, or their sum; never a mean", "[b] or []"
+)
+EXTRA_LOSS = Argument(
+    "extra_loss", "number or tf.Tensor", "terms that do not depend on the batch, such as L2", "[]"
+)
+
+# ---- The hooks, in the order in which they are called --------------------------------------------
+
+CREATE_DATASET = HookSpec(
+    name="create_dataset",
+    place=Place.SETUP,
+    is_required=True,
+    purpose="The training data, one pass, which the engine repeats",
+    details="Each process of a cluster reads all of the data and takes its rows of each batch.",
+    arguments=(GLOBAL_BATCH_SIZE, PER_REPLICA_BATCH_SIZE, INPUT_CONTEXT),
+    returns="tf.data.Dataset of batches of any size; or a reader in Python of such",
+    example="""\
+def create_dataset(global_batch_size, config):
+    examples = tf.data.Dataset.from_tensor_slices((inputs, targets))
+    return examples.shuffle(1000, seed=config.seed).batch(global_batch_size)
+""",
+)
+MAKE_BATCHES = HookSpec(
+    name="make_batches",
+    place=Place.SETUP,
+    purpose="The last change to the repeated dataset, before replicas get their shares",
+    arguments=(
+        Argument("dataset", "tf.data.Dataset", "the value of create_dataset, repeated endlessly"),
+        GLOBAL_BATCH_SIZE,
+        PER_REPLICA_BATCH_SIZE,
+        INPUT_CONTEXT,
+    ),
+    returns="tf.data.Dataset of batches of any size",
+    default="the dataset unchanged",
+    example="""\
+def make_batches(dataset, global_batch_size):
+    return dataset.unbatch().batch(global_batch_size)  # across the ends of passes
+""",
+)
+COUNT_EXAMPLES = HookSpec(
+    name="count_examples",
+    place=Place.GRAPH,
+    purpose="How many examples a batch holds, where not all tensors have a row for each example",
+    details="Graphs and point sets are such batches.",
+    arguments=(Argument("batch", "tensors", "a batch, structured as in the dataset"),),
+    returns="a whole number, how many examples a batch holds",
+    default="the first dimension, which all tensors have to share",
+    example="""\
+def count_examples(batch):
+    return tf.shape(batch["label"])[0]  # of graphs; the other tensors have a row for each node
+""",
+)
+CREATE_MODEL = HookSpec(
+    name="create_model",
+    place=Place.SETUP,
+    is_required=True,
+    purpose="The model, built under the strategy's scope",
+    arguments=(
+        Argument("per_replica_batch_size", "int", "the share of one replica in a micro-batch"),
+    ),
+    returns="train_model, callable: output = train_model(inputs)",
+    example="""\
+def create_model(hparams):
+    hidden = keras.layers.Dense(hparams["width"], activation="relu")
+    return keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(1)])
+""",
+)
+CREATE_EVAL_MODEL = HookSpec(
+    name="create_eval_model",
+    place=Place.SETUP,
+    purpose="The model that evaluation, prediction and export run in place of train_model",
+    details=(
+        "The model may share the weights of train_model, which is built by then, or have its own, "
+        "which update_post keeps up to date."
+    ),
+    arguments=(TRAIN_MODEL,),
+    returns="eval_model, callable: output = eval_model(inputs)",
+    default="train_model itself",
+    example="""\
+def create_eval_model(train_model):
+    average = keras.models.clone_model(train_model)
+    average.set_weights(train_model.get_weights())
+    return average
+""",
+)
+CREATE_INFERENCE_MODEL = HookSpec(
+    name="create_inference_model",
+    place=Place.SETUP,
+    purpose="The model that load, predict and export run",
+    details="It is a part of the model, such as an encoder, or a function around it.",
+    arguments=(
+        Argument("model", "callable", "the model that is evaluated, with the checkpoint's weights"),
+        TRAIN_MODEL,
+    ),
+    returns="inference model, callable: output = inference_model(inputs)",
+    default="model itself",
+    example="""\
+def create_inference_model(model):
+    return lambda inputs: tf.nn.softmax(model(inputs))
+""",
+)
+SERVE = HookSpec(
+    name="serve",
+    place=Place.GRAPH,
+    purpose="Turns a client's request into the model's input",
+    details="Any number of examples may come at once.",
+    arguments=(
+        Argument(
+            "inputs",
+            "tensors",
+            "the inputs of a batch; or, where serve is a tf.function with an input_signature, "
+            "the values that the signature describes",
+            "[b, ...]",
+        ),
+    ),
+    returns="model input",
+    default="as input_pre makes it, from the part of a batch that it uses",
+    example="""\
+@tf.function(input_signature=[tf.TensorSpec([None], tf.string)])
+def serve(inputs):
+    return tf.io.decode_raw(inputs, tf.uint8, fixed_length=128)
+""",
+)
+CREATE_LOSS = HookSpec(
+    name="create_loss",
+    place=Place.SETUP,
+    is_required=True,
+    purpose="The loss, one number per example or their sum",
+    details="The engine divides the sum by the global batch size: never return a mean.",
+    returns=(
+        "train_loss of one argument, loss_input; of Keras, lambda pair: loss(pair[1], pair[0]) "
+        'with reduction="sum" or "none"'
+    ),
+    example="""\
+def create_loss():
+    loss = keras.losses.MeanSquaredError(reduction="none")
+    return lambda pair: loss(pair[1], pair[0])  # pair: output and target
+""",
+)
+CREATE_OPT = HookSpec(
+    name="create_opt",
+    place=Place.SETUP,
+    purpose="The optimizer",
+    details="In a list of pairs, each trainable variable belongs to exactly one optimizer.",
+    arguments=(LR, TRAIN_MODEL),
+    returns=(
+        "optimizer, a list of pairs (optimizer, variables), or a dict of optimizers by objective; "
+        "no LossScaleOptimizer"
+    ),
+    default="Nadam(learning_rate=lr, epsilon=0.001)",
+    example="""\
+def create_opt(lr):
+    return keras.optimizers.AdamW(lr, weight_decay=0.01)
+""",
+)
+CREATE_CKPT = HookSpec(
+    name="create_ckpt",
+    place=Place.SETUP,
+    purpose="What a checkpoint holds, and how many checkpoints are kept",
+    details="The engine saves every other variable that a hook has created, too.",
+    arguments=(
+        Argument("ckpt_path", "str", "the folder of the run's checkpoints"),
+        Argument("step", "tf.Variable", "the number of steps taken, an int64", "[]"),
+        LR,
+        OPTIMIZER,
+        TRAIN_MODEL,
+        TRAIN_LOSS,
+    ),
+    returns="2 values: ckpt, manager, which keeps 2 or more",
+    result="Checkpointing",
+    fields=(
+        Argument("ckpt", "tf.train.Checkpoint", "the objects that are saved"),
+        Argument("manager", "tf.train.CheckpointManager", "keeps 2 checkpoints or more"),
+    ),
+    default="all five, the newest 50",
+    example="""\
+def create_ckpt(ckpt_path, step, lr, optimizer, train_model):
+    ckpt = tf.train.Checkpoint(step=step, lr=lr, optimizer=optimizer, train_model=train_model)
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
+""",
+)
+INPUT_PRE = HookSpec(
+    name="input_pre",
+    place=Place.GRAPH,
+    purpose="The model's input, built from a batch",
+    details="Prediction and export run it, too: scale raw inputs here, and clients send raw ones.",
+    arguments=(BATCH, LR, STEP, TRAINING, OBJECTIVE, TURN),
+    returns="model input",
+    default="first element of an (inputs, targets) or (inputs, targets, weights) batch",
+    example="""\
+def input_pre(batch):
+    return tf.cast(batch[0], tf.float32) / 255.0
+""",
+)
+LOSS_PRE = HookSpec(
+    name="loss_pre",
+    place=Place.GRAPH,
+    purpose="The argument of train_loss, built from the output and the batch",
+    arguments=(OUTPUT, BATCH, TRAIN_MODEL, LR, STEP, TRAINING, OBJECTIVE, TURN),
+    returns="loss_input, one argument",
+    default="(output, second element of the batch)",
+    example="""\
+def loss_pre(output, batch):
+    return output, tf.one_hot(batch[1], 10)
+""",
+)
+BATCH_WEIGHT = HookSpec(
+    name="batch_weight",
+    place=Place.GRAPH,
+    purpose="What the summed loss is divided by, in training and evaluation",
+    details="The weights of all replicas and micro-batches are added up: return a sum, no mean.",
+    arguments=(BATCH, OUTPUT, OBJECTIVE, TURN),
+    returns="how much a batch weighs, one number from 0 up",
+    default="the number of examples",
+    example="""\
+def batch_weight(batch):
+    return tf.reduce_sum(tf.cast(batch[0] != 0, tf.float32))  # tokens that are not padding
+""",
+)
+GRAD_PRE = HookSpec(
+    name="grad_pre",
+    place=Place.GRAPH,
+    purpose="What is differentiated, and with respect to which variables",
+    details=(
+        "The objective is sum(loss_per_batch) / B + extra_loss for a global batch of B examples. "
+        "With several objectives, return a dict of such results by name."
+    ),
+    arguments=(LOSS, OUTPUT, BATCH, TRAIN_MODEL, TRAIN_LOSS, LR, STEP, OBJECTIVE, TURN),
+    returns=(
+        "3 values: loss_per_batch, extra_loss (a number), trainable_vars (a list); 4 with a dict "
+        "to log; or a dict by objective"
+    ),
+    result="Objective",
+    fields=(
+        LOSS_PER_BATCH,
+        EXTRA_LOSS,
+        Argument("variables", "list of variables", "the variables to train"),
+        Argument(
+            "logged",
+            "dict of tensors",
+            "values to log every log_every steps, by name; may be left out",
+            "[b] or []",
+        ),
+    ),
+    default=(
+        "weighted(loss, batch), regularization(train_model), trainable_variables(train_model)"
+    ),
+    example="""\
+def grad_pre(loss, output, train_model):
+    size = 0.01 * tf.reduce_mean(output**2, axis=1)
+    return ctl.Objective(
+        loss_per_batch=loss + size,
+        extra_loss=ctl.regularization(train_model),
+        variables=ctl.trainable_variables(train_model),
+        logged={"error": loss, "size": size},
+    )
+""",
+)
+UPDATE_PRE = HookSpec(
+    name="update_pre",
+    place=Place.GRAPH,
+    purpose="What the optimizer applies, built from the gradients summed over all replicas",
+    details="It is called once for each objective.",
+    arguments=(
+        Argument("gradients", "list of tensors", "the summed gradients, in the order of variables"),
+        Argument("variables", "list of variables", "the variables of the gradients"),
+        Argument("loss", "tf.Tensor", "the objective of the global batch, over all replicas", "[]"),
+        OUTPUT,
+        BATCH,
+        TRAIN_MODEL,
+        TRAIN_LOSS,
+        LR,
+        Argument("optimizer", "optimizer", "the optimizer of this objective"),
+        STEP,
+        Argument("objective", "str or None", "the name of the objective, if it has one"),
+        TURN,
+        Argument("all_gradients", "dict", "the gradients of all objectives by name"),
+    ),
+    returns="2 values: update_gradients (a list), display_gradients; or 3 with skip, a bool tensor",
+    result="Update",
+    fields=(
+        Argument("update_gradients", "list of tensors", "the gradients to apply, one for each"),
+        Argument("display_gradients", "any tensors", "the gradients that host hooks are given"),
+        Argument("skip", "tf.Tensor or None", "whether to leave out this update; optional", "[]"),
+    ),
+    default="NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display",
+    example="""\
+def update_pre(gradients):
+    clipped, _ = tf.clip_by_global_norm(gradients, 1.0)
+    return ctl.Update(update_gradients=clipped, display_gradients=gradients)
+""",
+)
+UPDATE_POST = HookSpec(
+    name="update_post",
+    place=Place.GRAPH,
+    purpose="What follows each update, on each replica with its own variables",
+    details="Averages, target networks, and weights that are clipped or projected belong here.",
+    arguments=(TRAIN_MODEL, TRAIN_LOSS, EVAL_MODEL, OPTIMIZER, LR, STEP, OBJECTIVE, TURN),
+    default="nothing is done",
+    example="""\
+def update_post(train_model, eval_model):
+    for average, weight in zip(eval_model.variables, train_model.variables, strict=True):
+        average.assign(0.999 * average + 0.001 * weight)
+""",
+)
+TURNS = HookSpec(
+    name="turns",
+    place=Place.SETUP,
+    form=Form.NAMES,
+    purpose="Objectives that are trained in turns",
+    details=(
+        "A step makes one update for each name, in this order and on one batch. Each turn has a "
+        "forward pass of its own, which sees the updates of the turns before it. Hooks in the "
+        "graph may name objective and turn."
+    ),
+    returns="list of objectives, such as 3 * ['critic'] + ['generator']",
+    default="one forward pass, then all objectives at once",
+    example="""\
+turns = 3 * ["critic"] + ["generator"]
+""",
+)
+CREATE_TRAIN_METRICS = HookSpec(
+    name="create_train_metrics",
+    place=Place.SETUP,
+    purpose="What is measured while training, over all examples since the last line",
+    details="A line is written every log_every steps.",
+    returns="dict of Keras metrics by name, none of them loss",
+    default="{}",
+    example="""\
+def create_train_metrics():
+    return {"mean_loss": keras.metrics.Mean()}
+""",
+)
+TRAIN_METRIC_PRE = HookSpec(
+    name="train_metric_pre",
+    place=Place.GRAPH,
+    purpose="The arguments of the train metrics' update_state",
+    arguments=(LOSS, OUTPUT, BATCH, TRAIN_MODEL, STEP, OBJECTIVE, TURN),
+    returns="arguments of update_state, or a dict of such by metric",
+    default="metric_pre; if it returns a dict, the values for the train metrics",
+    example="""\
+def train_metric_pre(loss):
+    return {"mean_loss": loss}
+""",
+)
+EVERY_STEPS = HookSpec(
+    name="every_steps",
+    place=Place.HOST,
+    form=Form.SCHEDULE,
+    purpose="{N: function or list of functions}, run after every N-th step",
+    details=(
+        "The functions run in every process of a cluster. With several objectives, loss and "
+        "gradients are dicts by name. A function that names only dev, step and chief may be "
+        "marked @ctl.deferred, and then costs no step of its own."
+    ),
+    arguments=STEP_HOOK_ARGUMENTS,
+    default="{1: print_step, 10: print_loss}",
+    example="""\
+def print_norm(step, gradients):
+    ctl.report(step, norm=tf.linalg.global_norm(gradients))
+
+
+every_steps = {10: print_norm}
+""",
+)
+AT_STEP = HookSpec(
+    name="at_step",
+    place=Place.HOST,
+    form=Form.SCHEDULE,
+    purpose="{N: function or list of functions}, run once after step N",
+    details="A function does not run again after a resume.",
+    arguments=STEP_HOOK_ARGUMENTS,
+    default="{}",
+    example="""\
+def unfreeze(train_model):
+    train_model.layers[0].trainable = True
+
+
+at_step = {500: unfreeze}
+""",
+)
+CREATE_EVAL_DATASET = HookSpec(
+    name="create_eval_dataset",
+    place=Place.SETUP,
+    purpose="The evaluation data, one pass",
+    details=(
+        "Each example counts exactly once. With a dict of sets, values are called NAME/loss and "
+        "so on."
+    ),
+    arguments=(
+        Argument("global_batch_size", "int", "the setting eval_batch_size, or else batch_size"),
+        Argument("per_replica_batch_size", "int", "the same number"),
+    ),
+    returns=(
+        "tf.data.Dataset or reader in Python of batches, the last one may be smaller; or a dict of "
+        "such by name"
+    ),
+    default="none: no evaluation",
+    example="""\
+def create_eval_dataset(global_batch_size):
+    return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(global_batch_size)
+""",
+)
+CREATE_METRICS = HookSpec(
+    name="create_metrics",
+    place=Place.SETUP,
+    purpose="What an evaluation measures besides the loss",
+    returns="dict of Keras metrics by name, none of them loss",
+    default="{}",
+    example="""\
+def create_metrics():
+    return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
+""",
+)
+METRIC_PRE = HookSpec(
+    name="metric_pre",
+    place=Place.GRAPH,
+    purpose="The arguments of the metrics' update_state",
+    arguments=(OUTPUT, BATCH, TRAIN_MODEL),
+    returns="arguments of update_state, or a dict of such by metric",
+    default="(second element of the batch, output), and the third if there are sample weights",
+    example="""\
+def metric_pre(output, batch):
+    return {"accuracy": (batch[1], output)}
+""",
+)
+EVAL_PRE = HookSpec(
+    name="eval_pre",
+    place=Place.GRAPH,
+    purpose="The loss that an evaluation reports",
+    arguments=(LOSS, OUTPUT, BATCH, TRAIN_MODEL, TRAIN_LOSS, LR, STEP),
+    returns="2 values: loss_per_batch, extra_loss (a number)",
+    result="EvalLoss",
+    fields=(LOSS_PER_BATCH, EXTRA_LOSS),
+    default="weighted(loss, batch), regularization(train_model)",
+    example="""\
+def eval_pre(loss):
+    return ctl.EvalLoss(loss_per_batch=loss, extra_loss=0.0)  # without the regularization
+""",
+)
+AFTER_EVAL = HookSpec(
+    name="after_eval",
+    place=Place.HOST,
+    form=Form.FUNCTIONS,
+    purpose="A function or a list of functions, run after each evaluation",
+    details=(
+        "It may do what every_steps functions may, such as lr.assign, manager.save or raise "
+        "ctl.StopTraining. A checkpoint of the same step holds the changes."
+    ),
+    arguments=AFTER_EVAL_ARGUMENTS,
+    default="nothing is done",
+    example="""\
+def after_eval(metrics, lr):
+    if metrics["loss"] > 1.0:
+        lr.assign(lr * 0.5)
+""",
+)
+AT_END = HookSpec(
+    name="at_end",
+    place=Place.HOST,
+    form=Form.FUNCTIONS,
+    purpose="A function or a list of functions, run once everything has been trained and saved",
+    arguments=(
+        Argument(
+            "reason",
+            "str",
+            "why training has ended: done, ended (by StopTraining or early_stop), stopped (by a "
+            "signal) or failed",
+        ),
+        *AFTER_EVAL_ARGUMENTS,
+    ),
+    default="nothing is done",
+    example="""\
+def at_end(reason, metrics, chief):
+    if chief:
+        print(f"{reason}: {metrics}")
+""",
+)
+
+TABLE = (
+    CREATE_DATASET,
+    MAKE_BATCHES,
+    COUNT_EXAMPLES,
+    CREATE_MODEL,
+    CREATE_EVAL_MODEL,
+    CREATE_INFERENCE_MODEL,
+    SERVE,
+    CREATE_LOSS,
+    CREATE_OPT,
+    CREATE_CKPT,
+    INPUT_PRE,
+    LOSS_PRE,
+    BATCH_WEIGHT,
+    GRAD_PRE,
+    UPDATE_PRE,
+    UPDATE_POST,
+    TURNS,
+    CREATE_TRAIN_METRICS,
+    TRAIN_METRIC_PRE,
+    EVERY_STEPS,
+    AT_STEP,
+    CREATE_EVAL_DATASET,
+    CREATE_METRICS,
+    METRIC_PRE,
+    EVAL_PRE,
+    AFTER_EVAL,
+    AT_END,
+)
+SPECS = {spec.name: spec for spec in TABLE}

@@ -1,8 +1,8 @@
-"""A global batch: how many examples it holds, and the share that each replica has in it.
+"""Cuts a global batch into shares: the rows of each replica in each micro-batch.
 
-Each of the N x A shares, of N replicas and A micro-batches, has rows whose numbers differ by one at
-most. So a batch that does not divide, a smaller last batch and a resume on other devices are no
-cases of their own: a run is a function of the data, the seed and the global batch.
+The numbers of rows of the N x A shares, of N replicas and A micro-batches, differ by one at most.
+So a batch that N x A does not divide, a smaller last batch and a resume on other devices are no
+special cases: a run is a function of the data, the seed and the global batch.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, distribute
 from ctl_core.hooks.defaults import get_first_dimension
+from ctl_core.types import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,100 +20,138 @@ class BatchShape:
     """How a global batch is shared out.
 
     Attributes:
-        batch: examples in a global batch, B
-        replicas: N, over all processes
-        accumulate_steps: A
+        batch: the number of examples in a global batch, B
+        replicas: the number of replicas in all processes, N
+        accumulate_steps: the number of micro-batches, A
+        by_rows: whether a share is some rows of the global batch; otherwise it is an element of the
+            dataset, see sharing.py
     """
 
     batch: int
     replicas: int
     accumulate_steps: int
+    by_rows: bool = True
 
     @property
     def shares(self) -> int:
-        """N A, into which a global batch is cut."""
+        """The number of shares in a global batch, N x A."""
         return self.replicas * self.accumulate_steps
 
     @property
     def per_replica(self) -> int:
-        """How many examples a share has, at least."""
+        """The number of examples that each share has at least."""
         return max(1, self.batch // self.shares)
 
-    def count_rows_of(self, replica: Any, examples: Any) -> tuple[Any, Any]:
+    def count_rows_of(
+        self, replica: int | tf.Tensor, examples: int | tf.Tensor
+    ) -> tuple[tf.Tensor | None, tf.Tensor | None]:
         """Returns how many rows of a global batch a replica has, and whether there are any.
 
-        Both are None where all replicas have as many.
+        Both are None if all replicas have the same number.
+
+        Args:
+            replica: the number of the replica among those of all processes
+            examples: the number of examples in the batch
         """
         if isinstance(examples, int) and examples % self.shares == 0:
             return None, None
-        size, more = examples // self.shares, examples % self.shares
-        with_more = tf.maximum(more - replica + self.replicas - 1, 0) // self.replicas
-        rows = self.accumulate_steps * size + with_more
+        rows_of_each, remainder = examples // self.shares, examples % self.shares
+        larger_shares = tf.maximum(remainder - replica + self.replicas - 1, 0) // self.replicas
+        rows = self.accumulate_steps * rows_of_each + larger_shares
         return rows, rows > 0
+
+    def count_rows_before(self, replica: Any, examples: Any) -> tf.Tensor:
+        """Returns how many rows of a global batch the replicas before this one have, an int32."""
+        replica = tf.cast(replica, tf.int32)
+        replicas = tf.range(self.replicas)
+        rows, _ = self.count_rows_of(replicas, examples)
+        if rows is None:
+            return replica * (examples // self.replicas)
+        return tf.reduce_sum(tf.where(replicas < replica, tf.cast(rows, tf.int32), 0))
 
 
 class Share(NamedTuple):
-    """What one replica has of a micro-batch.
+    """The rows of one replica in a micro-batch.
 
     Attributes:
-        batch: its rows; a first row as a stand-in, which counts nowhere, where it has none
-        rows: how many it has, an int32 scalar; None where all shares have as many
-        present: whether it has any, a scalar bool; None where that is sure
-        together: how many all replicas have of the micro-batch, an int32 scalar; None as ``rows``
+        batch: the rows; without any, the placeholder is an existing row, which counts nowhere
+        rows: the number of rows, an int32 scalar; None if all shares have the same number
+        present: whether there are rows, a scalar bool; None if that is certain
+        together: the number of rows that all replicas have in the micro-batch, an int32 scalar;
+            None if ``rows`` is None
     """
 
-    batch: Any
+    batch: Batch
     rows: tf.Tensor | None = None
     present: tf.Tensor | None = None
     together: tf.Tensor | None = None
 
 
-def take_share(batch: Any, examples: Any, index: Any, shares: int, replicas: int) -> Share:
-    """Returns the rows of one of many shares; those with a row more come first.
+def find_start(share: int | tf.Tensor, examples: int | tf.Tensor, shares: int) -> tf.Tensor:
+    """Returns the first row of a share; shares with one more row come first."""
+    return share * (examples // shares) + tf.minimum(share, examples % shares)
+
+
+def take_share(
+    batch: Batch,
+    examples: int | tf.Tensor,
+    index: int | tf.Tensor,
+    shares: int,
+    replicas: int,
+) -> Share:
+    """Returns the rows of a share.
 
     Args:
-        batch: a structure of tensors, of which each has a row for each example, or is a scalar
-        examples: an int where their number is fixed, otherwise an int32 tensor
-        index: of the share, an int or an int32 tensor
-        shares: how many there are
-        replicas: how many of them make a micro-batch
+        batch: a structure of tensors, each of which has a row for each example, or is a scalar
+        examples: the number of examples, an int if it is fixed, otherwise an int32 tensor
+        index: the index of the share, an int or an int32 tensor
+        shares: the number of shares
+        replicas: the number of shares that make a micro-batch
     """
     if shares == 1:
         return Share(batch)
     if isinstance(examples, int) and examples % shares == 0:
         size = examples // shares
-        return Share(tf.nest.map_structure(lambda one: take_rows(one, index * size, size), batch))
-
-    def start_of(share: Any) -> tf.Tensor:
-        return share * (examples // shares) + tf.minimum(share, examples % shares)
-
-    first = start_of(index)
-    rows = size = start_of(index + 1) - first
+        first = index * size
+        return Share(tf.nest.map_structure(lambda tensor: take_rows(tensor, first, size), batch))
+    first = find_start(index, examples, shares)
+    rows = find_start(index + 1, examples, shares) - first
     micro_batch = index - index % replicas
-    together = start_of(micro_batch + replicas) - start_of(micro_batch)
-    present = None
+    end_of_micro_batch = find_start(micro_batch + replicas, examples, shares)
+    together = end_of_micro_batch - find_start(micro_batch, examples, shares)
+    size, present = rows, None
     if not isinstance(examples, int) or examples < shares:
         present = rows > 0
         size = tf.maximum(rows, 1)
         first = tf.minimum(first, examples - size)
-    part = tf.nest.map_structure(lambda one: take_rows(one, first, size), batch)
-    return Share(part, rows, present, together)
+    own_rows = tf.nest.map_structure(lambda tensor: take_rows(tensor, first, size), batch)
+    return Share(own_rows, rows, present, together)
 
 
 def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> Share:
     """Returns a share whose fields have a value for each replica of this process."""
     fields = map(list, zip(*shares, strict=True))
-    return Share(*(None if one[0] is None else distribute(strategy, one) for one in fields))
+    return Share(
+        *(None if values[0] is None else distribute(strategy, values) for values in fields)
+    )
 
 
 def find_first_replica(strategy: tf.distribute.Strategy) -> int:
     """Returns the number of the first of this process's replicas, among those of all processes."""
     resolver = strategy.cluster_resolver
-    return int(resolver.task_id or 0) * count_local_replicas(strategy) if resolver else 0
+    if resolver is None:
+        return 0
+    return int(resolver.task_id or 0) * count_local_replicas(strategy)
 
 
-def take_rows(tensor: Any, first: Any, size: Any) -> Any:
-    """Returns so many rows of a tensor from ``first`` on; a scalar is that of all rows."""
+def take_rows(tensor: Any, first: int | tf.Tensor, size: int | tf.Tensor) -> Any:
+    """Returns ``size`` rows of a tensor from ``first`` on; a scalar belongs to all rows.
+
+    Args:
+        tensor: dense, ragged or sparse
+        first: the index of the first row
+        size: the number of rows
+    """
     if isinstance(tensor, tf.SparseTensor):
         start = tf.one_hot(0, tensor.shape.rank, tf.cast(first, tf.int64), dtype=tf.int64)
         rows = tf.cast(tf.reshape(size, [1]), tf.int64)
@@ -125,8 +164,13 @@ def take_rows(tensor: Any, first: Any, size: Any) -> Any:
     return tensor[first : first + size]
 
 
-def keep_rows_if(present: Any, values: Any) -> Any:
-    """Returns what a replica has for hooks, without a row if those are of a stand-in."""
+def keep_rows_if(present: tf.Tensor, values: Any) -> Any:
+    """Returns a structure of tensors, without rows if those are placeholders.
+
+    Args:
+        present: whether the replica has rows of its own, a scalar bool
+        values: what the replica has for hooks
+    """
 
     def keep(value: Any) -> Any:
         if not tf.is_tensor(value) or not value.shape.rank:
@@ -136,28 +180,40 @@ def keep_rows_if(present: Any, values: Any) -> Any:
     return tf.nest.map_structure(keep, values)
 
 
-def count_rows(batch: Any) -> tf.Tensor:
-    """Returns how many rows a batch has, an int32 scalar."""
-    first = next(part for part in tf.nest.flatten(batch) if part.shape.rank != 0)
+def count_rows(batch: Batch) -> tf.Tensor:
+    """Returns the number of rows in a batch, an int32 scalar."""
+    first = next(tensor for tensor in tf.nest.flatten(batch) if tensor.shape.rank != 0)
     return tf.cast(get_first_dimension(first), tf.int32)
 
 
-def add_to_digest(digest: Any, batch: Any) -> tf.Tensor:
-    """Returns a number that differs, all but surely, if sizes or first rows so far differed."""
-    parts = tf.nest.flatten(batch, expand_composites=True)
-    seen = [tf.io.serialize_tensor(part[:1] if part.shape.rank else part) for part in parts]
-    seen += [tf.io.serialize_tensor(tf.shape(part)) for part in parts]
-    return 31 * digest + tf.strings.to_hash_bucket_fast(tf.strings.join(seen), 2**40)
+def add_to_digest(digest: tf.Tensor | tf.Variable, batch: Batch) -> tf.Tensor:
+    """Returns a checksum, an int64 scalar, of the batches so far: their shapes and first rows.
+
+    Args:
+        digest: the checksum of the batches before
+        batch: the batch that is added
+    """
+    tensors = tf.nest.flatten(batch, expand_composites=True)
+    first_rows = [tensor[:1] if tensor.shape.rank else tensor for tensor in tensors]
+    texts = [tf.io.serialize_tensor(row) for row in first_rows]
+    texts += [tf.io.serialize_tensor(tf.shape(tensor)) for tensor in tensors]
+    return 31 * digest + tf.strings.to_hash_bucket_fast(tf.strings.join(texts), 2**40)
 
 
 def has_varying_widths(spec: Any) -> bool:
-    """Whether dense parts of elements may differ in more than their first dimension."""
+    """Returns whether dense tensors of elements may differ in more than their first dimension."""
     dense = [part for part in tf.nest.flatten(spec) if isinstance(part, tf.TensorSpec)]
     return any(part.shape.rank is None or None in part.shape[1:].as_list() for part in dense)
 
 
 def set_rows(spec: Any, rows: int | None = None, name: str | None = None) -> Any:
-    """Returns a specification of so many rows, of any number for None; a scalar's is as it was."""
+    """Returns the specification of a tensor with another number of rows; a scalar's stays.
+
+    Args:
+        spec: a specification of a dense, ragged or sparse tensor
+        rows: the number of rows; None: any
+        name: the name of a dense tensor
+    """
     shape = [rows, *spec.shape[1:]] if spec.shape.rank else spec.shape
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
@@ -166,8 +222,8 @@ def set_rows(spec: Any, rows: int | None = None, name: str | None = None) -> Any
     return tf.TensorSpec(shape, spec.dtype, name)
 
 
-def make_placeholders(spec: Any) -> Any:
-    """Returns a batch of a specification that has no values, in a graph."""
+def make_placeholders(spec: Any) -> Batch:
+    """Returns a batch without values for a specification, in a graph."""
     return tf.nest.map_structure(
-        lambda one: tf.compat.v1.placeholder(one.dtype, one.shape), spec, expand_composites=True
+        lambda part: tf.compat.v1.placeholder(part.dtype, part.shape), spec, expand_composites=True
     )

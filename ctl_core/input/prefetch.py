@@ -1,4 +1,4 @@
-"""Reading ahead: elements while others are used, and batches many at once."""
+"""Reads ahead: prepares elements while others are used, and reads many batches at once."""
 
 import math
 from typing import Any
@@ -7,21 +7,28 @@ import tensorflow as tf
 
 from ctl_core.compat import is_tuned
 
-# A unit stands in every checkpoint, and so do those that are read ahead.
+# Every checkpoint holds a unit, and the units that were read ahead.
 UNIT_BYTES = 2**22
-_MOST = 100  # steps: more in one executable gain nothing
-_FEW = 4  # steps: batches of 2.4 MB gained nothing from units of 3, 6 or 27
+# More batches in a unit are not faster.
+_MAX_BATCHES = 100
+# Fewer batches in a unit are not faster than batches one by one: measured with batches of 2.4 MB.
+_MIN_BATCHES = 4
 
 
 def read_ahead(
     dataset: tf.data.Dataset, for_long: bool, number: int = tf.data.AUTOTUNE
 ) -> tf.data.Dataset:
-    """Prepares elements while others are used; without the tuner where that has nothing to do.
+    """Returns the dataset, which prepares elements while others are used.
 
-    A prefetch tunes itself. What tunes other stages is a thread, for which the iterator's end waits
-    where the cores are busy, with Python standing still, up to a minute (TensorFlow 2.21: the
-    thread is woken before it can see that it is to end, and waits again). So parallel stages are
-    tuned only if the dataset is read ``for_long``; otherwise they take one call for each core.
+    A prefetch tunes itself. Other stages are tuned by a thread. When an iterator is deleted on a
+    busy machine, Python may wait up to a minute for that thread to end (TensorFlow 2.21 wakes it
+    before it can see that it should end). So parallel stages are tuned only if that pays.
+
+    Args:
+        dataset: the dataset to read
+        for_long: whether it is read for long; otherwise each parallel stage makes one call for each
+            core
+        number: the number of elements that are read ahead
     """
     tunes = for_long and is_tuned(dataset)
     if not tunes and dataset.options().autotune.enabled is None:
@@ -32,23 +39,28 @@ def read_ahead(
 
 
 class StackedBatches(tf.Module):  # type: ignore[misc]
-    """An iterator that reads many batches at once, a unit, which is used up batch by batch.
+    """Reads units, each of many batches, and returns their batches one after the other.
 
-    An executable of many steps takes its batches stacked: drawn one by one, each would cost a small
-    model more than its step. A checkpoint in the middle of a unit holds the unit and how much of it
-    is used, beside the position of ``source``, which reads units.
+    An executable of many steps takes its batches stacked: to draw a single batch would take longer
+    than the step of a small model. A checkpoint in the middle of a unit holds the unit, the number
+    of its batches that were drawn, and the position of ``source``, which reads units.
     """
 
     def __init__(self, dataset: tf.data.Dataset, number: int) -> None:
-        """Begins to read units of so many batches; these are dense, of one shape, without end."""
+        """Starts reading.
+
+        Args:
+            dataset: an endless dataset of dense batches that have the same shape
+            number: the number of batches in a unit
+        """
         super().__init__()
         self._number = number
         stacked = dataset.batch(number, drop_remainder=True)
         self.source = iter(read_ahead(stacked, for_long=True, number=2))
         with tf.device("CPU:0"):
             self._unit = [
-                tf.Variable(tf.zeros(part.shape, part.dtype), trainable=False)
-                for part in tf.nest.flatten(stacked.element_spec)
+                tf.Variable(tf.zeros(spec.shape, spec.dtype), trainable=False)
+                for spec in tf.nest.flatten(stacked.element_spec)
             ]
             self._drawn = tf.Variable(number, dtype=tf.int32, trainable=False, name="drawn")
 
@@ -61,23 +73,27 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
         """Draws batches: as many as the unit has left, or ``limit``, an int32 scalar, if fewer.
 
         Returns:
-            The unit, stacked; the index of the first that is drawn; how many are.
+            The stacked batches of the unit, the index of the first batch that is drawn, and the
+            number of batches that are drawn.
         """
         first = tf.cond(self._drawn < self._number, self._drawn.read_value, self._read)
         number = tf.minimum(limit, self._number - first)
         self._drawn.assign(first + number)
-        parts = [tf.identity(variable) for variable in self._unit]
-        return tf.nest.pack_sequence_as(self.source.element_spec, parts), first, number
+        tensors = [tf.identity(variable) for variable in self._unit]
+        return tf.nest.pack_sequence_as(self.source.element_spec, tensors), first, number
 
     def _read(self) -> tf.Tensor:
-        for variable, part in zip(self._unit, tf.nest.flatten(next(self.source)), strict=True):
-            variable.assign(part)
+        tensors = tf.nest.flatten(next(self.source))
+        for variable, tensor in zip(self._unit, tensors, strict=True):
+            variable.assign(tensor)
         return tf.constant(0)
 
 
 def count_batches(dataset: tf.data.Dataset) -> int:
-    """Returns how many batches a unit has; 0 where they are so large that none pays."""
+    """Returns the number of batches in a unit, or 0 if batches are so large that no unit pays."""
     specs = tf.nest.flatten(dataset.element_spec)
     size = sum(spec.dtype.size * math.prod(spec.shape.as_list()) for spec in specs)
-    number = min(_MOST, UNIT_BYTES // max(size, 1))
-    return number if number >= _FEW else 0
+    number = min(_MAX_BATCHES, UNIT_BYTES // max(size, 1))
+    if number < _MIN_BATCHES:
+        return 0
+    return number

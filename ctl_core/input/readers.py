@@ -1,13 +1,15 @@
-"""Readers in Python, besides tf.data: what a hook returned, read as a dataset, and its position.
+"""Reads Python objects as datasets, and saves and restores their position.
 
-The protocol is an iterable, one pass each time, with ``get_state()`` and ``set_state(state)``: the
-rest of this pass, or the next, begins where the state says. grain has it on its iterators,
-torchdata by other names; a PyDataset is given it. An iterable without a state is read, too.
+A reader is an iterable whose iterators each read a pass. It may have a state: ``get_state()`` and
+``set_state(state)``, after which the rest of a pass is read from that state on. grain has these
+methods on its iterators, torchdata calls them ``state_dict`` and ``load_state_dict``, and for a
+PyDataset they are added here. Iterables without a state can be read, too.
 
-A position is the state before the element that holds the last example used, how many of its
-examples are used, and a checksum of it, by which a reader is found out that does not give the same
-again. TensorFlow reads ahead: so each element is noted with the number of its first example among
-those that steps use, and training says how many it has used.
+A position consists of the state before the element that holds the last example used, the number of
+its examples that were used, and a checksum of the element. The checksum detects readers that return
+other elements when their state is restored. Because TensorFlow reads ahead, each element is stored
+with the index of its first example among those that steps use, until training reports that they
+have been used.
 """
 
 from __future__ import annotations
@@ -37,7 +39,17 @@ _NO_READERS = (str, bytes, list, tuple, dict, set, np.ndarray, tf.Tensor, type)
 def open_reader(
     hook: Hook, made: Any, remake: Callable[[], Any], before: Reader | None = None
 ) -> Reader | None:
-    """Returns what reads what a hook made, the same as before of the same object; None: tf.data."""
+    """Returns the reader of the object that a hook returned; None for a tf.data.Dataset.
+
+    Args:
+        hook: the hook that returned the object
+        made: the object
+        remake: calls the hook again
+        before: the reader of an earlier call, which is returned if it reads the same object
+
+    Raises:
+        SetupError: the object cannot be read.
+    """
     if isinstance(made, tf.data.Dataset):
         return None
     readable = isinstance(made, Iterable | keras.utils.PyDataset)
@@ -52,27 +64,30 @@ def open_reader(
 
 
 class Reader:
-    """Reads what a hook returned: each dataset of it begins at its start, or where ``go_to`` says.
+    """Reads the object that a hook returned, from its start or from the position of ``go_to``.
 
     Attributes:
-        made: what the hook returned
-        spec: of its elements, with any number of rows
-        why_not: why its position cannot be saved, or None
+        made: the object that the hook returned
+        first_element: the first element, a structure of arrays
+        spec: the specification of elements, with any number of rows
+        why_not: the reason why its position cannot be saved, or None
     """
 
     def __init__(self, made: Any, remake: Callable[[], Any]) -> None:
         """Reads the first element; ``remake`` calls the hook again.
 
         Raises:
-            ValueError: there is none; or whatever the reader raises.
+            ValueError: there is no element. Errors of the object itself are raised unchanged.
         """
-        self.made, self._remake = made, remake
+        self.made = made
+        self._remake = remake
         self._goes_on = False  # whether passes were read one after the other
         source = _read_passes(made)
         first = next(source)
         if first is None:
             raise ValueError("the reader has no element")
         self._start, element = first
+        self.first_element = element
         self._begin(itertools.chain([first], source))
         spec = getattr(made, "element_spec", None)
         self.spec = tf.nest.map_structure(_describe, element if spec is None else spec)
@@ -80,7 +95,7 @@ class Reader:
         self.why_not = why_not if self._start is None else None
 
     def _open(self, state: Any) -> Iterator[Any]:
-        """Reads from a state; what has none, or may have changed, the hook has to make anew."""
+        """Reads from a state; calls the hook again for objects without one or that have changed."""
         if self._start is not None and not self._can_have_changed():
             return _read_passes(self.made, state)
         made = self._remake()
@@ -94,41 +109,50 @@ class Reader:
         return _read_passes(made, state)
 
     def _can_have_changed(self) -> bool:
-        kind, base = type(self.made), keras.utils.PyDataset
-        names = ("on_epoch_begin", "on_epoch_end")[: 1 + self._goes_on]
-        return hasattr(kind, "__next__") or (
-            issubclass(kind, base) and any(getattr(kind, n) is not getattr(base, n) for n in names)
-        )
+        """Returns whether reading may have changed the object, so that it cannot start again."""
+        kind = type(self.made)
+        if hasattr(kind, "__next__"):
+            return True
+        if not issubclass(kind, keras.utils.PyDataset):
+            return False
+        methods = ["on_epoch_begin"]
+        if self._goes_on:
+            methods.append("on_epoch_end")
+        base = keras.utils.PyDataset
+        return any(getattr(kind, method) is not getattr(base, method) for method in methods)
 
     def _begin(self, source: Iterator[Any], position: Any = None, skip: int = 0) -> None:
-        """Notes what the next dataset reads, of whose first element ``skip`` examples are used."""
-        self._source, self._position, self._skip = source, position, skip
+        """Sets what the next dataset reads; ``skip`` examples of its first element are used."""
+        self._source = source
+        self._position = position
+        self._skip = skip
         self._is_taken = False
         self._used = 0
-        # Of elements the number of the first example, the state before them, and themselves.
+        # For each element the index of its first example, the state before it, and the element.
         self._elements: collections.deque[tuple[int, Any, Any]] = collections.deque()
 
     def read(
         self, goes_on: bool, count: Callable[[Any], int] | None = None, multiple: int = 1
     ) -> tf.data.Dataset:
-        """Returns a dataset of the elements of a pass; another one that begins to read ends it.
+        """Returns a dataset of the elements of a pass, which ends when another begins to be read.
 
         Args:
-            goes_on: whether it is the next pass each time that it is read, or the first again
-            count: returns how many examples of an element steps use; for the dataset whose
+            goes_on: whether each iteration reads the next pass, or the first pass again
+            count: returns how many examples of an element steps use; only for the dataset whose
                 position is saved
-            multiple: steps use a multiple of so many examples of each pass
+            multiple: the number of examples of a pass that steps use is a multiple of this
         """
         source: Any = None
         number = 0
-        self._goes_on |= goes_on
 
         def read_pass() -> Iterator[Any]:
             nonlocal source, number
+            self._goes_on |= goes_on
             if source is None or not goes_on:
                 if self._is_taken:
                     self._begin(self._open(self._start))
-                source, self._is_taken = self._source, True
+                source = self._source
+                self._is_taken = True
             number -= number % multiple
             drawn = next(source)
             if drawn is None and hasattr(self.made, "__next__"):  # an iterator that is used up
@@ -137,9 +161,11 @@ class Reader:
             while drawn is not None:
                 state, element = drawn
                 self._check(element)
-                examples, used = 0, self._skip
+                examples = 0
+                used = self._skip
                 if count is not None:
-                    examples, self._skip = count(element), 0
+                    examples = count(element)
+                    self._skip = 0
                     self._elements.append((number - used, state, element))
                     number += examples - used
                 if not used:
@@ -155,25 +181,25 @@ class Reader:
         return dataset
 
     def _check(self, element: Any) -> None:
-        found = tf.nest.map_structure(_describe, element)
-        fits = tf.nest.map_structure(lambda a, b: a.is_compatible_with(b), self.spec, found)
+        spec = tf.nest.map_structure(_describe, element)
+        fits = tf.nest.map_structure(lambda a, b: a.is_compatible_with(b), self.spec, spec)
         if not all(tf.nest.flatten(fits)):
             raise ValueError(
-                f"an element is {describe(found)}, expected {describe(self.spec)}; sizes that vary "
+                f"an element is {describe(spec)}, expected {describe(self.spec)}; sizes that vary "
                 "need an element_spec with None"
             )
 
     def note_used(self, examples: int) -> None:
-        """Notes that training has used so many more; elements before their last are dropped."""
+        """Notes that training used more examples, and drops elements before the last of them."""
         self._used += examples
         while len(self._elements) > 1 and self._elements[1][0] < self._used:
             self._elements.popleft()
 
     def write_position(self) -> str:
-        """Returns the position after the last example used, as a text.
+        """Returns the position after the last example used, as text.
 
         Raises:
-            ValueError: the state holds something that has no text.
+            ValueError: the state has a value that cannot be written as text.
         """
         if self._used:
             first, state, element = self._elements[0]
@@ -181,7 +207,7 @@ class Reader:
         return repr(encode(self._position))
 
     def go_to(self, text: str) -> str | None:
-        """Goes to a position that was saved, before anything is read; or returns why it cannot."""
+        """Restores a saved position before anything is read; returns the reason if it cannot."""
         try:
             if (position := decode(ast.literal_eval(text))) is None:  # nothing had been used
                 return None
@@ -198,11 +224,11 @@ class Reader:
 
 
 def _read_passes(made: Any, state: Any = None) -> Iterator[tuple[Any, Any] | None]:
-    """Yields the state before each element, and this, pass after pass, which end with None.
+    """Yields pairs of the state before an element and the element, and None after each pass.
 
     Args:
-        made: what a hook returned; it, or its iterator, may have a state
-        state: where to begin; None: as it is
+        made: the object that a hook returned; it, or its iterator, may have a state
+        state: the state to begin with; None leaves the object's state as it is
     """
     passes = _Passes(made) if isinstance(made, keras.utils.PyDataset) else made
     of_passes = _find_methods(passes)
@@ -224,7 +250,7 @@ def _read_passes(made: Any, state: Any = None) -> Iterator[tuple[Any, Any] | Non
 
 
 def _find_methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Returns what gives and what takes the state of an object, if it has one."""
+    """Returns the methods that get and set the state of an object; None if it has none."""
     for names in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         get_state, set_state = (getattr(owner, name, None) for name in names)
         if callable(get_state) and callable(set_state):
@@ -233,14 +259,16 @@ def _find_methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] 
 
 
 class _Passes:
-    """Makes of a ``PyDataset`` an iterable with a state, read by as many threads as it has workers.
+    """Turns a ``PyDataset`` into an iterable with a state; its ``workers`` are threads.
 
-    The state is how many elements were read. ``on_epoch_begin`` and ``on_epoch_end`` lead to it:
-    they do again what they did in the passes before. A pass ends when the next one begins.
+    The state is the number of elements that were read. To restore it, ``on_epoch_begin`` and
+    ``on_epoch_end`` are called for each pass before. A pass ends when the next one begins.
     """
 
     def __init__(self, made: keras.utils.PyDataset) -> None:
-        self._made, self._number, self._has_begun = made, 0, False
+        self._made = made
+        self._number = 0
+        self._has_begun = False
         self._size = sys.maxsize if made.num_batches is None else made.num_batches
 
     def get_state(self) -> int:
@@ -248,7 +276,7 @@ class _Passes:
         return self._number
 
     def set_state(self, number: int) -> None:
-        """Reads on from an element; to be called before anything is read."""
+        """Continues from an element; must be called before anything is read."""
         for _ in range(number // self._size):
             self._made.on_epoch_begin()
             self._made.on_epoch_end()
@@ -269,18 +297,18 @@ class _Passes:
 
 
 def _make_arrays(element: Any) -> Any:
-    """Returns an element of arrays; lists of arrays become tuples, as in Keras."""
+    """Returns an element as a structure of arrays; lists become tuples, as in Keras."""
     if isinstance(element, dict):
-        return {key: _make_arrays(part) for key, part in element.items()}
+        return {key: _make_arrays(value) for key, value in element.items()}
     if isinstance(element, list | tuple) and not all(map(np.isscalar, element)):
         return tuple(map(_make_arrays, element))
     return np.asarray(element)
 
 
-def _describe(part: Any) -> tf.TensorSpec:
-    """Returns the specification of an array, or of another one, with any number of rows."""
-    shape = [None, *part.shape[1:]] if len(part.shape) else []
-    return tf.TensorSpec(shape, tf.as_dtype(part.dtype))
+def _describe(array: Any) -> tf.TensorSpec:
+    """Returns the specification of an array, or of a specification, with any number of rows."""
+    shape = [None, *array.shape[1:]] if len(array.shape) else []
+    return tf.TensorSpec(shape, tf.as_dtype(array.dtype))
 
 
 def _compute_checksum(element: Any) -> int:
@@ -291,12 +319,14 @@ _ARRAY = "__array__"
 
 
 def encode(value: Any) -> Any:
-    """Returns a state of Python literals, whose text needs no pickle: a checkpoint may be anyone's.
+    """Returns a state as Python literals.
 
-    Arrays, and tensors of PyTorch, are dicts that say what they are.
+    A checkpoint may come from anyone, so it must be readable without pickle. Arrays and tensors of
+    PyTorch become dicts with their type.
 
     Raises:
-        ValueError: part of it is no number, text, bytes, array, nor a list, tuple or dict of such.
+        ValueError: the state has a value that is no number, text, bytes or array, nor a list, tuple
+            or dict of such values.
     """
     kind = type(value)
     if kind in (list, tuple):

@@ -41,7 +41,7 @@ class WrittenVariable:
         max_stretch: for a moving statistic of each replica's own batch: how many times as far as
             usual it moves at most, which is all the way to the statistic of the batch. None for
             any other variable.
-        is_shared: whether its value is the same on all replicas
+        is_shared: whether all replicas have the same value, rather than one of each of them
     """
 
     variable: tf.Variable
@@ -99,7 +99,7 @@ class Components(ForwardComponents):
         optimizer: returned by ``create_opt``
         optimizers: the optimizers by objective; a single one is under ``SINGLE_OBJECTIVE``
         written: the variables that the forward pass writes
-        drawn_from: the states of the random generators that the forward pass draws from
+        drawing_layers: the kinds of layers that draw random numbers in training
         scalar_losses: the objectives whose loss is one number for a batch
         loss_metrics: the means of the loss's logged parts by name
         compile_with_xla: the setting ``jit_compile``
@@ -111,7 +111,7 @@ class Components(ForwardComponents):
     optimizer: Optimizer | dict[str, Optimizer]
     optimizers: Mapping[str, Optimizer]
     written: tuple[WrittenVariable, ...]
-    drawn_from: tuple[tf.Variable, ...]
+    drawing_layers: list[str]
     scalar_losses: frozenset[str]
     loss_metrics: Mapping[str, keras.Metric]
     compile_with_xla: bool

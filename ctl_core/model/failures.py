@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.cluster.sync import is_peer_lost
-from ctl_core.hooks.defaults import DIFFER
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
 from ctl_core.run import errors
@@ -33,7 +32,7 @@ def attribute_errors(state: State, functions: Any, step: int) -> Iterator[None]:
     try:
         yield
     except tf.errors.OutOfRangeError as error:
-        if not hooks.make_batches.is_default:
+        if state.data.is_stream:
             raise hooks.make_batches.reject("returned a dataset that ends; repeat it.") from error
         if step == 0:
             raise hooks.create_dataset.reject(state.data.describe_shortage()) from error
@@ -42,9 +41,9 @@ def attribute_errors(state: State, functions: Any, step: int) -> Iterator[None]:
     except tf.errors.OpError as error:
         if is_peer_lost(state.cluster.task, error):
             raise
-        if "must have the same batch size in each component" in str(error):
+        if explanation := state.data.explain_contradiction(error):
             failure = errors.SetupError if step == 0 else errors.RunError
-            raise failure(f"{hooks.create_dataset}: {DIFFER}.") from error
+            raise failure(explanation) from error
         if anomaly := describe_anomaly(error, hooks, functions.list_operations()):
             raise errors.RunError(f"step {step + 1}: {anomaly}.") from error
         raise errors.RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from ctl_core.cluster.collectives import find_offset_in_share, place_rows
 from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.compat import run_layers
 from ctl_core.hooks.hooks import Hook, describe
@@ -29,6 +30,7 @@ from ctl_core.model.components import (
 )
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.numerics.reduction import Contribution
+from ctl_core.numerics.replicas import decode_sum, encode_for_sum
 from ctl_core.numerics.variables import cast_to_float32, name_variable
 from ctl_core.run.console import warn
 from ctl_core.run.errors import CtlError, HookFailed, SetupError, read_frames
@@ -262,7 +264,12 @@ def forward_backward(
         The contribution of the share; and by objective the variables of its gradients.
     """
     components = context.components
-    with weigh_by_rows(share.rows, share.present, share.together):
+
+    def find_offset() -> tf.Tensor:
+        rows = components.count_examples(share.batch) if share.rows is None else share.rows
+        return find_offset_in_share(rows, share.together)
+
+    with weigh_by_rows(share.rows, share.present, share.together), place_rows(find_offset):
         is_persistent = len(components.optimizers) > 1
         with tf.GradientTape(persistent=is_persistent) as tape:
             forward = compute_objectives(context, share.batch, examples, share.rows, share.present)
@@ -380,10 +387,8 @@ def _share_first_values(components: Components, present: tf.Tensor) -> None:
         return
     context = tf.distribute.get_replica_context()
     is_first = tf.equal(context.replica_id_in_sync_group, 0)
-    values = [keep_if(is_first, variable.read_value()) for variable in shared]
-    # TensorFlow sums int32 on the host, and nothing else together with it.
-    values = [tf.cast(v, tf.int64) if v.dtype == tf.int32 else v for v in values]
+    values = [keep_if(is_first, encode_for_sum(variable.read_value())) for variable in shared]
     first_values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
     for variable, first_value in zip(shared, first_values, strict=True):
         value = variable.read_value()
-        variable.assign(tf.where(present, value, tf.cast(first_value, value.dtype)))
+        variable.assign(tf.where(present, value, decode_sum(first_value, value.dtype)))

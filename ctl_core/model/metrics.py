@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import numpy as np
@@ -79,6 +79,8 @@ def update_train_metrics(
         arguments = hook.trace(
             loss=forward.loss, output=forward.output, batch=forward.batch, **context.hook_values()
         )
+        if hook is context.hooks.metric_pre and isinstance(arguments, Mapping):
+            arguments = _select_train_metrics(components.train_metrics, hook, arguments)
         update_metrics(components.train_metrics, hook, arguments, present)
     # While variables are created there are no such means yet: their names are not known.
     if not isinstance(components, Components):
@@ -92,6 +94,75 @@ def update_train_metrics(
         update_if(present, mean.update_state, tf.reduce_mean(value), examples)
 
 
-def read_results(metrics: Metrics) -> dict[str, float]:
-    """Returns the values by name; in a cluster, every process takes part."""
-    return {name: float(np.asarray(metric.result()).item()) for name, metric in metrics.items()}
+def _select_train_metrics(
+    metrics: Metrics, hook: Hook, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of the training metrics from what ``metric_pre`` returned for all.
+
+    Raises:
+        HookFailed: there are none for a training metric.
+    """
+    for name in metrics:
+        if name not in arguments:
+            raise HookFailed(
+                f"{hook}: it returns nothing for the metric '{name}' of create_train_metrics; "
+                "add it, or write train_metric_pre."
+            )
+    return {name: arguments[name] for name in metrics}
+
+
+class Results(NamedTuple):
+    """The results of metrics.
+
+    Attributes:
+        scalars: numbers by name. A vector of a metric ``f1`` has the names ``f1/0``, ``f1/1`` …, a
+            dict the names of its keys.
+        arrays: results of more dimensions, such as a confusion matrix, by the metric's name
+    """
+
+    scalars: dict[str, float]
+    arrays: dict[str, np.ndarray]
+
+
+def read_results(metrics: Metrics) -> Results:
+    """Returns the results of metrics; in a cluster, every process takes part."""
+    results = Results({}, {})
+    for name, metric in metrics.items():
+        _add_result(results, name, metric.result())
+    return results
+
+
+def _add_result(results: Results, name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            _add_result(results, f"{name}/{key}", entry)
+        return
+    array = np.asarray(value)
+    if array.size == 1:
+        results.scalars[name] = float(array.item())
+    elif array.ndim == 1:
+        for index, entry in enumerate(array.tolist()):
+            results.scalars[f"{name}/{index}"] = float(entry)
+    else:
+        results.arrays[name] = array
+
+
+def name_scalars(name: str, value: Any) -> list[str]:
+    """Returns the names of the scalars of a metric's result, see ``Results``.
+
+    Args:
+        name: of the metric
+        value: its result, which may be a tensor of a graph; only the shape matters
+    """
+    if isinstance(value, Mapping):
+        return [
+            scalar
+            for key, entry in value.items()
+            for scalar in name_scalars(f"{name}/{key}", entry)
+        ]
+    shape = tf.TensorShape(tf.convert_to_tensor(value).shape)
+    if shape.num_elements() == 1:
+        return [name]
+    if shape.rank == 1 and shape.num_elements() is not None:
+        return [f"{name}/{index}" for index in range(shape.num_elements())]
+    return []

@@ -39,7 +39,7 @@ def check_losses(state: State, console: Console) -> None:
     """
     hooks = state.hooks
     needs_trial = bool(state.components.scalar_losses) or hooks.batch_weight is not None
-    if not needs_trial or not hooks.count_examples.is_default:
+    if not needs_trial or not state.components.shape.by_rows:
         return
     try:
         with keep_seeds():

@@ -211,9 +211,7 @@ def describe_start(state: State, start: int, last: int) -> str:
         where += "; --jit-compile trains small models several times as fast"
     nature = ""
     if replicas > 1:
-        components = state.components
-        written = [written.variable for written in components.written]
-        nature = describe_nature(state.recording.layers, [*written, *components.drawn_from])
+        nature = describe_nature(state.recording.layers, state.components.drawing_layers)
     return f"{run}: {doing}, to step {last}, {batch}, {where}.{nature}"
 
 

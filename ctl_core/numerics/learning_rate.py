@@ -16,6 +16,8 @@ from ctl_core.numerics.variables import create_scalar
 from ctl_core.run.console import warn
 from ctl_core.run.settings import Config
 
+_ROUNDING = 1e-5  # of the full rate: a curve that differs by less is the same
+
 
 class Rate(keras.optimizers.schedules.LearningRateSchedule):
     """A float32 scalar that works as a tensor, in comparisons and arithmetic, and as a number.
@@ -101,11 +103,13 @@ class LearningRate(Rate, tf.Module):
     Attributes:
         variable: holds the rate, a float32 scalar
         schedule: assigns ``variable`` at each step, or None
+        is_used: whether ``create_opt`` or a hook of the graph takes it
     """
 
     def __init__(self, value: float) -> None:
         tf.Module.__init__(self, name="lr")
         self.schedule: RateSchedule | None = None
+        self.is_used = True
         self.variable = create_scalar(value, tf.float32, "lr")
 
     def __call__(self, step: Any = None) -> tf.Tensor:
@@ -150,11 +154,37 @@ class RateSchedule:
 
     def apply(self, step: tf.Tensor) -> None:
         """Assigns ``lr`` for a step, an int64 scalar from 1 up; in a graph, over all replicas."""
-        value = tf.where(self.active, self._compute(step), self._lr.variable)
-        self._lr.variable.assign(value)
+        rate = self._config.learning_rate * self._compute_fraction(step)
+        self._lr.variable.assign(tf.where(self.active, rate, self._lr.variable))
 
-    def _compute(self, step: Any) -> tf.Tensor:
-        """Returns the rate of a step, a float32 scalar."""
+    def describe_jump(self, step: int, learning_rate: float) -> str | None:
+        """Describes the jump of the rate in a resumed run whose curve is no longer what it was.
+
+        The curve depends on the last step, so training a run on beyond its end changes all of it.
+
+        Args:
+            step: the last step that was taken; ``lr`` still has its rate
+            learning_rate: the setting of that name at that time
+
+        Returns:
+            A line for the user; None if the curve up to ``step`` is the same.
+        """
+        config = self._config
+        rate = float(self._lr)
+        expected = learning_rate * float(self._compute_fraction(step))
+        is_same_curve = abs(rate - expected) <= _ROUNDING * learning_rate
+        if is_same_curve or config.lr_schedule == "constant" or not bool(self.active):
+            return None
+        next_rate = config.learning_rate * float(self._compute_fraction(step + 1))
+        return (
+            f"lr jumps from {rate:.3g} to {next_rate:.3g}: lr_schedule {config.lr_schedule} is "
+            f"computed anew for {self.last} steps. For a curve without a jump, begin a run with "
+            "the final number of steps; to train on at one rate, use --lr-schedule constant and "
+            "--learning-rate."
+        )
+
+    def _compute_fraction(self, step: Any) -> tf.Tensor:
+        """Returns the rate of a step as a fraction of the full rate, a float32 scalar."""
         config = self._config
         warmup = config.warmup
         taken = tf.cast(step, tf.float32) - 1.0
@@ -162,7 +192,7 @@ class RateSchedule:
         factor = _compute_factor(config.lr_schedule, progress)
         if warmup:
             factor = tf.where(taken < warmup, (taken + 1.0) / warmup, factor)
-        return config.learning_rate * factor
+        return factor
 
 
 def _compute_factor(schedule: str, progress: tf.Tensor) -> tf.Tensor:

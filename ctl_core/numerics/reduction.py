@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from ctl_core.types import (
@@ -14,10 +13,8 @@ from ctl_core.types import (
     Batch,
     Count,
     Gradient,
-    Gradients,
     GradientsByObjective,
     ModelOutput,
-    Optimizer,
     Structure,
     VariablesByObjective,
 )
@@ -45,26 +42,6 @@ class Contribution(NamedTuple):
     batch: list[Batch]
 
 
-class Merged(tf.IndexedSlices):  # type: ignore[misc]
-    """A sparse gradient that has each index once; ``parts`` is the one that may have it often."""
-
-    def __init__(self, values: tf.Tensor, indices: tf.Tensor, parts: tf.IndexedSlices) -> None:
-        super().__init__(values, indices, parts.dense_shape)
-        self.parts = parts
-
-
-def choose_rows(optimizer: Optimizer, gradients: Gradients) -> Gradients:
-    """Returns what an optimizer is given: rows as they came, where it does nothing but add them up.
-
-    Sums of rows that nobody looks at are then not computed: TensorFlow leaves them out.
-    """
-    limits = ("momentum", "clipnorm", "clipvalue", "global_clipnorm", "gradient_accumulation_steps")
-    adds_up = type(optimizer) is keras.optimizers.SGD
-    if not adds_up or any(getattr(optimizer, name) for name in limits):
-        return gradients
-    return [one.parts if isinstance(one, Merged) else one for one in gradients]
-
-
 def sum_over_replicas(values: Structure, replicas: int, compiled: bool) -> Structure:
     """Sums a structure of tensors over the replicas, in one all-reduce; in a replica context.
 
@@ -77,7 +54,7 @@ def sum_over_replicas(values: Structure, replicas: int, compiled: bool) -> Struc
         if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
             values = tf.nest.map_structure(_fix_shape, values)
         values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
-    return tf.nest.map_structure(partial(_merge_rows, replicas, compiled), values)
+    return tf.nest.map_structure(partial(_merge_rows, compiled), values)
 
 
 def _fix_shape(value: Gradient) -> Gradient:
@@ -86,7 +63,7 @@ def _fix_shape(value: Gradient) -> Gradient:
     return tf.convert_to_tensor(value) if varies else value
 
 
-def _merge_rows(replicas: int, compiled: bool, gradient: Gradient) -> Gradient:
+def _merge_rows(compiled: bool, gradient: Gradient) -> Gradient:
     """Adds up the rows of a sparse gradient that belong to one index."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -102,9 +79,7 @@ def _merge_rows(replicas: int, compiled: bool, gradient: Gradient) -> Gradient:
         order = tf.argsort(rows, stable=True)
         ordered = tf.gather(rows, order)
         values = tf.sparse.segment_sum(gradient.values, order, ordered, tf.size(found))
-    if replicas > 1:
-        return tf.IndexedSlices(values, found, gradient.dense_shape)
-    return Merged(values, found, gradient)
+    return tf.IndexedSlices(values, found, gradient.dense_shape)
 
 
 def multiply(values: Structure, factor: tf.Tensor) -> Structure:

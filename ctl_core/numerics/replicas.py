@@ -7,7 +7,7 @@ its own: when a run was evaluated or saved must not change a bit of it.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -33,37 +33,65 @@ def has_own_statistics(layer: keras.Layer) -> bool:
     return isinstance(layer, kind) and layer.trainable and not layer.synchronized
 
 
-def describe_nature(layers: list[keras.Layer], written: Collection[tf.Variable]) -> str:
-    """Describes why weights depend on the number of replicas; empty if no layer is a reason.
+def find_drawing_layers(layers: list[keras.Layer], drawn: set[int]) -> list[str]:
+    """Returns the kinds of the layers that draw random numbers in training.
 
     Args:
-        layers: of the run
-        written: the variables that the forward pass writes, with the states of random generators.
-            A layer that only holds a generator, such as a GRUCell without dropout, is no reason.
+        layers: the layers of a run
+        drawn: the ids of the variables of generators that the forward pass reads. A layer may have
+            a generator that it does not use, as a GRUCell without dropout has.
     """
-    identities = set(map(id, written))
-    drawing = {type(layer).__name__ for layer in layers if _draws_from(layer, identities)}
+    kinds = set()
+    for layer in layers:
+        for value in vars(layer).values():
+            is_generator = isinstance(value, keras.random.SeedGenerator)
+            if is_generator and id(unwrap(value.state)) in drawn:
+                kinds.add(type(layer).__name__)
+    return sorted(kinds)
+
+
+def describe_nature(layers: list[keras.Layer], drawing_layers: Sequence[str]) -> str:
+    """Describes why weights depend on the number of replicas; "" if no layer is known to cause it.
+
+    Args:
+        layers: the layers of a run
+        drawing_layers: the kinds of layers that draw random numbers
+    """
     reasons = []
-    if drawing:
-        reasons.append(f"random numbers ({', '.join(sorted(drawing))})")
-    if any(_writes_own_statistics(layer, identities) for layer in layers):
+    if drawing_layers:
+        reasons.append(f"random numbers ({', '.join(drawing_layers)})")
+    if any(map(has_own_statistics, layers)):
         reasons.append("batch statistics (BatchNormalization that is not synchronized)")
     if not reasons:
         return ""
-    nature = " and ".join(reasons)
-    return f" Weights depend on the number of replicas: each has {nature} of its own."
+    causes = " and ".join(reasons)
+    return f" Weights depend on the number of replicas: each has {causes} of its own."
 
 
-def _draws_from(layer: keras.Layer, written: Collection[int]) -> bool:
-    """Returns whether the layer has a random generator whose state, by identity, is written."""
-    generators = [v for v in vars(layer).values() if isinstance(v, keras.random.SeedGenerator)]
-    return any(id(unwrap(generator.state)) in written for generator in generators)
+def encode_for_sum(value: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor of any dtype but string as float32, float64 or int64, without loss.
+
+    These are the dtypes that every all-reduce can sum: NCCL knows neither bool nor complex numbers
+    nor small integers, and TensorFlow sums int32 on the host, and nothing else together with it.
+    Real and imaginary part of a complex number are in a new last axis.
+    """
+    dtype = value.dtype
+    if dtype.is_complex:
+        return tf.stack([tf.math.real(value), tf.math.imag(value)], axis=-1)
+    if dtype == tf.uint64:  # its largest numbers are none of int64
+        return tf.bitcast(value, tf.int64)
+    if dtype.is_bool or dtype.is_integer:
+        return tf.cast(value, tf.int64)
+    return value if dtype == tf.float64 else tf.cast(value, tf.float32)
 
 
-def _writes_own_statistics(layer: keras.Layer, written: Collection[int]) -> bool:
-    """Returns whether the layer updates the statistics of each replica's own batch."""
-    statistics = find_moving_statistics([layer])
-    return has_own_statistics(layer) and any(id(unwrap(v)) in written for v in statistics)
+def decode_sum(encoded: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns the tensor of a dtype that ``encode_for_sum`` has encoded."""
+    if dtype.is_complex:
+        return tf.complex(encoded[..., 0], encoded[..., 1])
+    if dtype == tf.uint64:
+        return tf.bitcast(encoded, tf.uint64)
+    return tf.cast(encoded, dtype)
 
 
 class ReplicaCopies:

@@ -51,6 +51,21 @@ def trainable_variables(model: Any) -> list[Any]:
     return list(found.values())
 
 
+def make_trackable(value: Any) -> Any:
+    """Returns a value that a ``tf.train.Checkpoint`` can hold.
+
+    That is the value itself if possible. In place of a function or a plain object, it is a module
+    with the layers and variables in it.
+    """
+    try:
+        tf.train.Checkpoint(value=value)
+    except ValueError:
+        holder = tf.Module()
+        holder.parts = list(walk(value))
+        return holder
+    return value
+
+
 @tf.autograph.experimental.do_not_convert
 def regularization(model: Any) -> Any:
     """Returns the sum of a model's regularisation and ``add_loss`` terms, a scalar."""

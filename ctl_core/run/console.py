@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere.
+"""The console output of a run: a live line on a terminal, plain lines elsewhere.
 
-Every message also goes to train.log, by way of the standard logging module. Values go on to the
-listeners of the run, see run/listeners.py.
+Every message is also written to train.log, through the standard logging module. Values are passed
+to the listeners of the run, see run/listeners.py.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import operator
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from ctl_core.run.listeners import Listeners
+# A number, as hooks have them: of Python, NumPy or TensorFlow.
+Scalar: TypeAlias = Any
 
 LOG = logging.getLogger("ctl_core")
 LOG.addHandler(logging.NullHandler())  # without a run, messages go to the console only
@@ -29,6 +29,13 @@ PLAIN_INTERVAL = 1.0  # seconds between plain lines for the step alone: a log is
 LIVE_INTERVAL = 0.1  # between moves of the live line: hooks may show a thousand steps at once
 SPEED_INTERVAL = 0.5  # that the speed is measured over, at least
 NARROW = 60  # columns of a terminal below which there are only the step and the values
+
+
+class ListenerGroup(Protocol):
+    """The listeners of a run, as run/listeners.py implements them."""
+
+    def tell(self, method: str, *values: Any) -> None:
+        """Calls a method of each listener."""
 
 
 class _Values(ProgressColumn):
@@ -48,13 +55,18 @@ class Console:
     """
 
     def __init__(self, terminal: Terminal | None = None, shown: bool = True) -> None:
-        self.listeners: Listeners | None = None
-        self._terminal, self._shown = terminal or Terminal(), shown
+        self.listeners: ListenerGroup | None = None
+        self._terminal = terminal or Terminal()
+        self._shown = shown
         self._progress: Progress | None = None
-        self._step, self._total, self._values, self._speed = 0, "", "", ""
+        self._step = 0
+        self._total = ""
+        self._values = ""
+        self._speed = ""
         self._clock: Callable[[], float] = time.monotonic
         self._mark = (math.inf, 0)  # seconds and step from which the speed is measured
-        self._drawn_at, self._drawn_step = 0.0, -1
+        self._drawn_at = 0.0
+        self._drawn_step = -1
         self._warned: set[str] = set()
 
     def say(self, text: str) -> None:
@@ -69,6 +81,10 @@ class Console:
             LOG.warning(text)
             self._print(f"warning: {text}")
 
+    def create_sibling(self) -> Console:
+        """Returns a console without listeners that prints where this one prints."""
+        return Console(self._terminal, self._shown)
+
     def start(self, step: int, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Begins the progress line, on a terminal; speed is measured from here.
 
@@ -77,8 +93,10 @@ class Console:
             total: its last step
             clock: gives the seconds that count for the speed
         """
-        self._total, self._step = f"/{total}", step
-        self._clock, self._mark = clock, (clock(), step)
+        self._total = f"/{total}"
+        self._step = step
+        self._clock = clock
+        self._mark = (clock(), step)
         if self._shown and self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
             columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}")]
             if self._terminal.width >= NARROW:
@@ -101,7 +119,9 @@ class Console:
         if step != self._drawn_step and time.monotonic() - self._drawn_at >= pause:
             self._show()
 
-    def values(self, step: int, split: str, values: dict[str, Any]) -> None:
+    def values(
+        self, step: int, split: str, values: Mapping[str, Scalar | dict[str, Scalar]]
+    ) -> None:
         """Shows values of a step, of the split train or eval, and hands them to the listeners.
 
         Of a dict among them, each value is shown as ``name/key``.
@@ -109,9 +129,9 @@ class Console:
         step = operator.index(step)
         numbers: dict[str, float] = {}
         for name, value in values.items():
-            parts = value if isinstance(value, dict) else {"": value}
-            for key, part in parts.items():
-                numbers[f"{name}/{key}".rstrip("/")] = float(np.asarray(part).item())
+            scalars = value if isinstance(value, dict) else {"": value}
+            for key, scalar in scalars.items():
+                numbers[f"{name}/{key}".rstrip("/")] = float(np.asarray(scalar).item())
         if self.listeners is not None:
             self.listeners.tell("values", step, split, numbers)
         text = format_values(numbers)
@@ -124,7 +144,8 @@ class Console:
 
     def _measure(self, step: int) -> None:
         """Notes the step, and how fast the last ones were."""
-        self._step, now = step, self._clock()
+        self._step = step
+        now = self._clock()
         then, first = self._mark
         if now - then >= SPEED_INTERVAL and step > first:
             self._speed = f"{(step - first) / (now - then):.4g} steps/s"
@@ -132,9 +153,10 @@ class Console:
 
     def _show(self, text: str = "", is_live: bool = True) -> None:
         """Moves the live line, where there is one and that is wanted; else prints a line."""
-        self._drawn_at, self._drawn_step = time.monotonic(), self._step
-        parts = [f"step {self._step}{self._total}", text, self._speed]
-        line = "  ".join(part for part in parts if part)
+        self._drawn_at = time.monotonic()
+        self._drawn_step = self._step
+        columns = [f"step {self._step}{self._total}", text, self._speed]
+        line = "  ".join(column for column in columns if column)
         if self._progress is None or not is_live:
             self.say(line)
             return
@@ -157,8 +179,9 @@ def format_values(values: Mapping[str, Any]) -> str:
 
 
 def format_evaluation(values: Mapping[str, Any], of: int, step: int) -> str:
-    """Returns values of an evaluation, with its step where that is not ``step`` of the run."""
-    return f"evaluation{f' of step {of}' * (of != step)}: {format_values(values)}"
+    """Returns values of an evaluation, with its step ``of`` unless that is the run's ``step``."""
+    subject = "evaluation" if of == step else f"evaluation of step {of}"
+    return f"{subject}: {format_values(values)}"
 
 
 # A file of TensorFlow's or Keras', not the user's.
@@ -173,22 +196,41 @@ def _only_log(record: logging.LogRecord) -> bool:
 
 
 def quiet_libraries(quiet: bool) -> None:
-    """Lets what TensorFlow and Keras log, for people who know them well, go to train.log only."""
+    """Sends the log messages of TensorFlow and Keras to train.log only, or to the console again."""
     for name in ("tensorflow", "absl"):
         logger = logging.getLogger(name)
-        (logger.addFilter if quiet else logger.removeFilter)(_only_log)
+        if quiet:
+            logger.addFilter(_only_log)
+        else:
+            logger.removeFilter(_only_log)
 
 
 _active: Console | None = None
 
 
-def activate(console: Console | None) -> None:
-    """Makes a console the one that ``report`` and ``show_step`` write to."""
+def activate(console: Console | None) -> Console | None:
+    """Makes a console the one that ``report`` and ``show_step`` write to.
+
+    Returns:
+        The console that was active before: whoever activates another one puts it back.
+    """
     global _active
-    _active = console
+    before, _active = _active, console
+    return before
 
 
-def report(step: int, **values: Any) -> None:
+def create_console() -> Console:
+    """Returns a console for a run that is only read.
+
+    Within a hook of another run, it prints where that run prints: above its progress line, and in a
+    cluster on the chief only.
+    """
+    if _active is None:
+        return Console()
+    return _active.create_sibling()
+
+
+def report(step: int, **values: Scalar | dict[str, Scalar]) -> None:
     """For hooks: prints values, writes each as a scalar summary and all to metrics.jsonl.
 
     Args:

@@ -1,7 +1,8 @@
-"""The ways in which a run can end badly, each with its exit code, and what their messages name.
+"""The engine's exceptions with their exit codes, and functions that format their messages.
 
-Whatever the engine raises on purpose is one of these, with a message of one line: what, where,
-what was expected, what to do. ``__main__`` prints the line; the traceback goes to train.log.
+Every exception that the engine raises on purpose is one of these. Its message is one line that says
+where, what is wrong, what was expected and what to do. ``__main__`` prints the line; the traceback
+is written to train.log.
 """
 
 import difflib
@@ -9,14 +10,15 @@ import inspect
 import re
 import sys
 import sysconfig
+import traceback
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-# Colours and other commands to a terminal; Keras puts them into its messages.
+# Terminal escape sequences such as colors, which Keras puts into its messages.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# What TensorFlow wraps around the message of an op that failed: where it was made, its name.
+# TensorFlow wraps these around the message of a failed op: its name, and where it was created.
 _PLACES = re.compile(
     r"Graph execution error:\s*"
     r"|Detected at node .*?\(most recent call last\):\s*"
@@ -29,7 +31,7 @@ _PLACES = re.compile(
     r"|Exception encountered when calling [\w.]+\(\)\.\s*| with name 'None'",
     re.DOTALL,
 )
-# What follows a message: another one, and what only helps beside the traceback.
+# These follow a message: a second message, or hints that need the traceback.
 _APPENDED = (
     "\n  (1) ",
     "Arguments received by ",
@@ -39,8 +41,24 @@ _APPENDED = (
 )
 
 
+class StackFrame(Protocol):
+    """A frame of the stack that created an operation, as TensorFlow records it."""
+
+    filename: str
+    lineno: int
+    name: str
+
+
+class GraphOp(Protocol):
+    """An operation of a graph (``tf.Operation``; TensorFlow is not imported here)."""
+
+    @property
+    def traceback(self) -> Iterable[StackFrame] | None:
+        """The stack that created the operation, outermost frame first."""
+
+
 class CtlError(Exception):
-    """Base of the engine's own errors; ``exit_code`` is what the command returns."""
+    """Base of the engine's own errors; ``exit_code`` is the exit code of the command."""
 
     exit_code = 1
 
@@ -56,16 +74,16 @@ class RunError(CtlError):
 
 
 class PeerLost(RunError):
-    """Another process of the cluster is gone (exit code 75: starting all again helps)."""
+    """Another process of the cluster is gone (exit code 75: restarting all of them helps)."""
 
     exit_code = 75
 
 
 class StopTraining(CtlError):
-    """For hooks to raise in ``every_steps`` or ``at_step``: training ends here, as if done.
+    """Ends training when a hook (``every_steps`` or ``at_step``) raises it.
 
-    The run is evaluated and saved, and the exit code is 0. Started again, it says so; with more
-    steps than it was to take, or ``--continue``, it goes on.
+    The run is evaluated and saved as after its last step, and the exit code is 0. Starting the run
+    again only reports that it has ended, unless ``steps`` was raised or ``--continue`` is passed.
     """
 
 
@@ -74,41 +92,46 @@ class HookFailed(RunError):
 
 
 def make_line(text: object, limit: int = 400) -> str:
-    """Squeezes a message into one line of at most ``limit`` characters, without colours."""
+    """Returns a text in one line of at most ``limit`` characters, without escape sequences."""
     line = " ".join(_ESCAPES.sub("", str(text)).split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+    if len(line) > limit:
+        line = line[: limit - 1] + "…"
+    return line
 
 
-def quote(value: Any, limit: int = 80) -> str:
-    """Returns a value as messages show it, in one line of at most so many characters."""
+def quote(value: object, limit: int = 80) -> str:
+    """Returns the representation of a value in one line of at most ``limit`` characters."""
     return make_line(repr(value), limit)
 
 
 def format_name(text: object) -> str:
-    """Returns a path or a name as messages show it: in one line, without quotes."""
+    """Returns a path or a name in one line, without quotes, for a message."""
     return quote(str(text))[1:-1]
 
 
 def suggest(name: str, names: Iterable[str]) -> str:
-    """Returns ``"; did you mean 'x'?"`` for the nearest of ``names``, or an empty string."""
+    """Returns ``"; did you mean 'x'?"`` for the most similar of ``names``, or an empty string."""
     names = list(names)
-    close = difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5)
-    close += [other for other in names if len(name) > 2 and name in other]
-    return f"; did you mean '{close[0]}'?" if close else ""
+    similar = difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5)
+    if len(name) > 2:
+        similar += [candidate for candidate in names if name in candidate]
+    return f"; did you mean '{similar[0]}'?" if similar else ""
 
 
 def format_error(error: BaseException, limit: int = 300) -> str:
-    """Returns ``ValueError: its message`` in one line, without what TensorFlow and Keras add.
+    """Returns ``ValueError: its message`` in one line, without additions of TensorFlow and Keras.
 
-    That is stacks, node names, and the arguments of a layer's call; all of it is in the traceback.
-    It is taken out by the form of the text, since the exceptions have no attributes for it; where
-    the form changes, the message is longer.
+    They add stacks, node names, and the arguments of a layer's call, which the traceback has as
+    well. The exceptions have no attributes for these, so they are recognized by the form of the
+    text; if TensorFlow changes the form, the message becomes longer.
     """
-    kind, text = type(error).__name__, _ESCAPES.sub("", str(error))
-    if text.startswith("in user code:"):  # a function of tf.data's: the message is the last part
+    kind = type(error).__name__
+    text = _ESCAPES.sub("", str(error))
+    if text.startswith("in user code:"):  # tf.data puts the stack before the message
         text = text.rpartition(f"    {kind}: ")[2]
-    text, traceback, _ = _PLACES.sub("", text).partition("Traceback (most recent call last):")
-    if traceback and re.match(r"\w+: ", text.lstrip()):  # Python inside an op, as py_function runs
+    text, stack, _ = _PLACES.sub("", text).partition("Traceback (most recent call last):")
+    # An exception of Python code inside an op, such as tf.py_function.
+    if stack and re.match(r"\w+: ", text.lstrip()):
         kind, _, text = text.lstrip().partition(": ")
     for end in _APPENDED:
         text = text.split(end)[0]
@@ -117,7 +140,8 @@ def format_error(error: BaseException, limit: int = 300) -> str:
 
 
 ENGINE = str(Path(__file__).parents[1])
-NOT_THE_USERS = (  # in the names of source files
+# A source file is not the user's if its name contains one of these.
+NOT_THE_USERS = (
     ENGINE,
     sysconfig.get_paths()["stdlib"],
     "site-packages",
@@ -127,15 +151,27 @@ NOT_THE_USERS = (  # in the names of source files
 
 
 def find_code(function: Callable[..., Any]) -> types.CodeType | None:
-    """Returns the code of a function, of what a partial calls, or of an object's or class's own."""
+    """Returns the code that a callable runs, or None if it is not Python.
+
+    Args:
+        function: a function, a partial, an object with ``__call__``, or a class, of which the first
+            method counts
+    """
     function = inspect.unwrap(getattr(function, "func", function))
-    own = vars(function).values() if inspect.isclass(function) else [type(function).__call__]
-    codes = (getattr(part, "__code__", None) for part in (function, *own))
-    return next((code for code in codes if code is not None), None)
+    candidates = [function]
+    if inspect.isclass(function):
+        candidates += vars(function).values()
+    else:
+        candidates.append(type(function).__call__)
+    for candidate in candidates:
+        code: types.CodeType | None = getattr(candidate, "__code__", None)
+        if code is not None:
+            return code
+    return None
 
 
 def locate(function: Callable[..., Any]) -> str:
-    """Returns ``callbacks.py:12`` for the function's definition, or its module's name."""
+    """Returns where a function is defined, such as ``callbacks.py:12``, or its module's name."""
     code = find_code(function)
     if code is None:
         return getattr(function, "__module__", None) or "callbacks"
@@ -145,22 +181,49 @@ def locate(function: Callable[..., Any]) -> str:
 
 
 def format_file_name(path: str) -> str:
-    """Returns the name of a source file as messages show it; of a notebook's cell, ``cell 3``.
+    """Returns the name of a source file, for a message; for a cell of a notebook, ``cell 3``.
 
-    A kernel gives cells the names of files that are not there; IPython knows which cell each is.
+    Args:
+        path: the name in a code object; for a cell it is a file that does not exist
     """
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    name_cell = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(path)
-    number = re.search(r"\d+", " ".join(name_cell or ()))
-    return f"cell {number[0]}" if number else "cell" if "ipykernel" in path else Path(path).name
+    number = _find_cell_number(path)
+    if number is not None:
+        return f"cell {number}"
+    if "ipykernel" in path:
+        return "cell"
+    return Path(path).name
 
 
-def read_frames(op: Any) -> list[tuple[str, int]]:
-    """Returns where an op of a graph was made: (file, line), outermost first."""
+def _find_cell_number(path: str) -> str | None:
+    """Asks IPython for the number of the notebook's cell that has this name, if it is one."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_shell() if get_shell is not None else None
+    format_code_name = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    if format_code_name is None:
+        return None
+    number = re.search(r"\d+", " ".join(format_code_name(path) or ()))
+    return number[0] if number else None
+
+
+def find_users_line() -> str:
+    """Returns the innermost running line of the user's code, such as ``callbacks.py:14``."""
+    for frame in reversed(traceback.extract_stack()):
+        if not any(name in frame.filename for name in NOT_THE_USERS):
+            return f"{format_file_name(frame.filename)}:{frame.lineno}"
+    return "callbacks"
+
+
+def read_frames(op: GraphOp) -> list[tuple[str, int]]:
+    """Returns the stack that created an op of a graph: (file, line), outermost first."""
     return [(frame.filename, frame.lineno) for frame in op.traceback or ()]
 
 
+def read_calls(op: GraphOp) -> list[tuple[str, int, str]]:
+    """Returns the stack that created an op: (file, line, function), outermost first."""
+    return [(frame.filename, frame.lineno, frame.name) for frame in op.traceback or ()]
+
+
 def parse_frames(text: str) -> list[tuple[str, int]]:
-    """Reads the frames off a stack that is part of a message: (file, line), outermost first."""
-    found = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in ', text, re.MULTILINE)
-    return [(filename, int(line)) for filename, line in found]
+    """Returns the frames of a stack within a message: (file, line), outermost first."""
+    frames = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in ', text, re.MULTILINE)
+    return [(filename, int(line)) for filename, line in frames]

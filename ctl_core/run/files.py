@@ -1,4 +1,4 @@
-"""Files written whole or not at all, files that one process holds, paths in messages."""
+"""Atomic writes, file locks, and paths as messages show them."""
 
 import contextlib
 import itertools
@@ -17,14 +17,16 @@ except ImportError:  # Windows
 
 
 def relative_path(path: str | Path) -> str:
-    """Returns a path relative to the current folder where it is inside it, absolute otherwise."""
+    """Returns a path relative to the current folder if it is inside of it, otherwise absolute."""
     absolute = os.path.abspath(path)
-    inside = os.path.relpath(absolute)
-    return absolute if inside.split(os.sep)[0] == os.pardir else inside
+    relative = os.path.relpath(absolute)
+    if relative.split(os.sep)[0] == os.pardir:
+        return absolute
+    return relative
 
 
 def is_stdout(path: Path) -> bool:
-    """Whether this process prints into a file, as one that train.sh has sent to the background."""
+    """Returns True if this process prints to a file, as when train.sh runs in the background."""
     try:
         return os.path.samestat(os.fstat(1), path.stat())
     except OSError:
@@ -33,19 +35,25 @@ def is_stdout(path: Path) -> bool:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yields a place beside a path; the file or folder written there takes the path's own place.
+    """Replaces a file or folder by the one written in the context, or leaves it as it was.
 
-    A symbolic link there is replaced, not followed. If anything is raised, what was there stays.
+    If the body raises, nothing changes. A symbolic link is replaced, not followed.
+
+    Args:
+        path: of the file or folder
+
+    Yields:
+        A temporary path next to it, where the body writes a file or folder.
     """
-    beside = path.with_name(path.name + ".tmp")
-    _remove(beside)
+    temporary = path.with_name(path.name + ".tmp")
+    _remove(temporary)
     try:
-        yield beside
-        if beside.is_dir():  # no rename replaces a folder that is not empty
+        yield temporary
+        if temporary.is_dir():  # a rename cannot replace a folder that is not empty
             _remove(path)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
-        _remove(beside)
+        _remove(temporary)
 
 
 def _remove(path: Path) -> None:
@@ -56,11 +64,15 @@ def _remove(path: Path) -> None:
 
 
 def lock_file(file: IO[Any]) -> bool:
-    """Locks an open file until it is closed or this process ends; False if another one has.
+    """Locks an open file until it is closed or this process ends.
 
-    Where there are no locks, it is taken for locked.
+    Returns:
+        False if another process holds the lock. True if the file is locked now, or if the system
+        or file system has no locks.
     """
-    for _ in range(3 if fcntl else 0):  # who only looks holds it for an instant
+    if fcntl is None:
+        return True
+    for _ in range(3):  # is_locked of another process holds the lock for an instant
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -69,11 +81,11 @@ def lock_file(file: IO[Any]) -> bool:
         except OSError as error:
             logging.getLogger("ctl_core").warning("%s cannot be locked: %s", file.name, error)
             return True
-    return fcntl is None
+    return False
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds a file; False where there are no locks to tell."""
+    """Returns True if a process holds the lock of a file; False if there are no locks."""
     if not path.exists():
         return False
     with path.open("rb") as file:
@@ -81,7 +93,11 @@ def is_locked(path: Path) -> bool:
 
 
 def choose_run_name(runs_dir: Path) -> str:
-    """Returns the time as a name for a run; with a number behind it if that second is taken."""
+    """Returns the current time as a name for a run, with a number after it if it is taken."""
     now = time.strftime("%Y%m%d-%H%M%S")
-    names = (now if number == 1 else f"{now}-{number}" for number in itertools.count(1))
-    return next(name for name in names if not os.path.lexists(runs_dir / name))
+    name = now
+    for number in itertools.count(2):
+        if not os.path.lexists(runs_dir / name):
+            break
+        name = f"{now}-{number}"
+    return name

@@ -66,36 +66,36 @@ def find_listener(name: str) -> type[Listener]:
     """
     module, _, attribute = name.replace(":", ".").rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        listener = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:
         raise SetupError(f"listener: {name}: {format_error(error)}") from error
-    if not (isinstance(found, type) and issubclass(found, Listener)):
+    if not (isinstance(listener, type) and issubclass(listener, Listener)):
         raise SetupError(f"listener: {name} is no class that is made of ctl_core.Listener.")
-    return found
+    return listener
 
 
 class Listeners:
     """The listeners of one run; until ``start``, and without any, nobody hears anything.
 
     Attributes:
-        given: objects, and classes of which one is made when the run starts
+        candidates: objects, and classes of which an object is created when the run starts
     """
 
-    def __init__(self, given: Sequence[Listener | type[Listener]] = ()) -> None:
-        self.given = list(given)
-        self._hearing: list[Listener] = []
+    def __init__(self, candidates: Sequence[Listener | type[Listener]] = ()) -> None:
+        self.candidates = list(candidates)
+        self._listening: list[Listener] = []
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
         """Calls ``start`` of each."""
-        for each in self.given:
-            with self._guard(each):
-                listener = each() if isinstance(each, type) else each
+        for candidate in self.candidates:
+            with self._guard(candidate):
+                listener = candidate() if isinstance(candidate, type) else candidate
                 listener.start(folder, config, step)
-                self._hearing.append(listener)
+                self._listening.append(listener)
 
     def tell(self, method: str, *values: Any) -> None:
         """Calls a method of each."""
-        for listener in list(self._hearing):
+        for listener in list(self._listening):
             with self._guard(listener):
                 getattr(listener, method)(*values)
 
@@ -109,7 +109,7 @@ class Listeners:
             LOG.info("what a listener has raised", exc_info=error)
             name = f"{kind.__module__}.{kind.__qualname__}"
             warn(f"listener: {name}: {format_error(error)}; training goes on without it.")
-            self._hearing = [each for each in self._hearing if each is not listener]
+            self._listening = [other for other in self._listening if other is not listener]
 
 
 class MetricsFile(Listener):
@@ -129,7 +129,7 @@ class MetricsFile(Listener):
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Appends a line."""
-        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
 
     def end(self, step: int, how: str) -> None:
@@ -156,7 +156,8 @@ class TrainingLog(Listener):
     def __init__(self, note: str | None) -> None:
         """``note`` says what is expected of the run; without one, it gets no entry."""
         self._path = Path("training_log.md").absolute()
-        self._note, self._run = note, ""
+        self._note = note
+        self._run = ""
         self._evaluated: tuple[dict[str, float], int] | None = None
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
@@ -173,7 +174,9 @@ class TrainingLog(Listener):
         settings = [f"{name} {quote(value, 40)}" for name, value in find_changes(config).items()]
         entry += f"- Settings: {', '.join(settings) or 'the defaults'}\n"
         entry += f"- {time.strftime('%F %H:%M')}: begins, {commit}"
-        self._append(f"{entry}{' with changes' * bool(env['dirty'])}\n")
+        if env["dirty"]:
+            entry += " with changes"
+        self._append(f"{entry}\n")
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Keeps the values of the last evaluation."""

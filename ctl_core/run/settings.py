@@ -1,7 +1,7 @@
-"""Settings: each is a field of ``Config``, which says its type, range, default and help, once.
+"""Declares the settings: each is a field of ``Config``, with its type, range, default and help.
 
-Flags, variables and messages follow from that. TensorFlow is not imported here: a misspelt flag is
-answered at once.
+Flags, variables and messages are derived from these fields. TensorFlow is not imported here, so
+that a misspelt flag is reported at once.
 """
 
 import dataclasses
@@ -88,6 +88,9 @@ class Config:
     run_name: _Name | None = declare(None, "folder in runs_dir; one that is there goes on", "wide")
     fork: FilePath | None = declare(None, "go on from a run as a new one: a, a@300 or a@best")
     init_from: FilePath | None = declare(None, "weights of a run, Keras file or SavedModel")
+    init_skip: list[str] | None = declare(
+        None, "paths of variables that init_from leaves out; again for more", "head/*"
+    )
     ckpt_every: _PeriodOrTime = declare(1000, "save every N steps, 1epoch or 10min", "10min")
     eval_every: _Period = declare(1000, "evaluate every N steps (0: at its end), 1epoch", "1epoch")
     eval_batch_size: Number | None = declare(None, "that of evaluations; null: as for training")
@@ -115,11 +118,17 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for one, other in (("steps", "epochs"), ("fork", "init_from")):
-            values = getattr(self, one), getattr(self, other)
+        for first, second in (("steps", "epochs"), ("fork", "init_from")):
+            values = (getattr(self, first), getattr(self, second))
             if None not in values:
-                given = f"got {values[0]} and {values[1]}"
-                raise SetupError(f"{one} and {other}: give one of the two, {given}.")
+                raise SetupError(
+                    f"{first} and {second}: give one of the two, got {values[0]} and {values[1]}."
+                )
+        if self.init_skip and self.init_from is None:
+            raise SetupError(
+                f"init_skip: {self.init_skip} leaves out variables of init_from, which is not set; "
+                "set it, too."
+            )
         if self.detect_anomaly and (self.jit_compile or self.precision == "float16"):
             raise SetupError(
                 "detect_anomaly: needs --no-jit-compile, which makes one op of all, and another "
@@ -132,6 +141,16 @@ class Config:
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         return value.item() if hasattr(value, "item") else value
+
+    @field_validator("init_skip", mode="before")
+    @classmethod
+    def _make_list(cls, value: Any) -> Any:
+        """Takes a single pattern, too, as in ``CTL_INIT_SKIP='head/*'``."""
+        if isinstance(value, str):
+            return [value]
+        if value == [None]:  # from --init-skip null
+            return None
+        return value
 
     @model_validator(mode="wrap")
     @classmethod
@@ -175,7 +194,7 @@ _EXPECTED = {
 
 
 def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
-    """Says in one line which setting is wrong first, what was expected, and what it is."""
+    """Returns one line on the first wrong setting: its name, what was expected, and its value."""
     wrong = error.errors(include_url=False)[0]
     name, details = str(wrong["loc"][0]), wrong.get("ctx", {})
     if name not in settings:
@@ -191,9 +210,11 @@ def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
 
 
 def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Returns values by name, those of hparams by names like hparams.width."""
-    found: dict[str, Any] = {}
+    """Returns the values of nested dicts by names such as ``hparams.width``."""
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        inner = flatten(value, f"{above}{name}.") if isinstance(value, dict) else {}
-        found |= inner or {f"{above}{name}": value}
-    return found
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{above}{name}.")
+        else:
+            flat[f"{above}{name}"] = value
+    return flat

@@ -1,7 +1,7 @@
-"""Where settings come from: settings files, ``CTL_*`` environment variables, keyword arguments.
+"""Reads settings from files, ``CTL_*`` environment variables and keyword arguments.
 
-Layers of settings lie over each other: defaults < config.yaml < variables < flags, which
-commands/cli.py reads.
+Sources are layers, of which later ones take precedence: defaults, config.yaml, variables, flags.
+commands/cli.py reads the flags.
 """
 
 from __future__ import annotations
@@ -27,17 +27,24 @@ ENV_PREFIX = "CTL_"
 
 
 class Layer(NamedTuple):
-    """What one source says: settings by name, and what a message puts before these names."""
+    """The settings of one source.
+
+    Attributes:
+        values: the settings by name
+        place: goes before the name of a setting in a message
+    """
 
     values: dict[str, Any]
     place: str = ""
 
     def locate(self, name: str) -> str:
-        """Names a setting as this source has it."""
-        return self.place + (name.upper() if self.place == ENV_PREFIX else name)
+        """Returns the name of a setting as it is written in this source, for a message."""
+        if self.place == ENV_PREFIX:
+            name = name.upper()
+        return self.place + name
 
     def leave_out(self, names: Collection[str]) -> Layer:
-        """Returns the others of its settings."""
+        """Returns the layer without these settings."""
         others = {name: value for name, value in self.values.items() if name not in names}
         return Layer(others, self.place)
 
@@ -47,7 +54,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what ``_Loader`` reads back as it was."""
+    """Writes YAML that ``_Loader`` reads back unchanged."""
 
 
 for _resolver in (_Loader, _Dumper):
@@ -59,10 +66,14 @@ for _resolver in (_Loader, _Dumper):
 
 
 def read_file(path: Path, required: bool = True) -> Layer:
-    """Reads one YAML file of settings; a missing file that was not asked for is an empty one.
+    """Reads a YAML file of settings.
+
+    Args:
+        path: of the file
+        required: whether the file must exist; otherwise a missing file is an empty one
 
     Raises:
-        SetupError: it cannot be read.
+        SetupError: the file cannot be read.
     """
     where = format_name(path)
     try:
@@ -75,15 +86,16 @@ def read_file(path: Path, required: bool = True) -> Layer:
         raise SetupError(f"{where}: no valid YAML: {make_line(error, 200)}.") from error
     if not isinstance(content, dict):
         raise SetupError(f"{where}: expected lines of the form 'name: value'.")
-    if (path.parent / "train.log").exists():  # of an earlier engine, as its checkpoints will tell
+    # A run of an earlier engine may have settings that no longer exist.
+    if (path.parent / "train.log").exists():
         content = {name: value for name, value in content.items() if name in SETTINGS}
     return Layer({str(name): value for name, value in content.items()}, f"{where}: ")
 
 
 class EnvironmentSource(EnvSettingsSource):
-    """Reads ``CTL_*`` variables; ``CTL_HPARAMS`` is YAML, ``CTL_HPARAMS__WIDTH`` one of them.
+    """Reads ``CTL_*`` variables; empty ones are ignored.
 
-    One that is empty says nothing.
+    ``CTL_HPARAMS`` holds all hyperparameters as YAML, ``CTL_HPARAMS__WIDTH`` a single one.
     """
 
     def __init__(self, model: type[BaseSettings]) -> None:
@@ -96,12 +108,12 @@ class EnvironmentSource(EnvSettingsSource):
         )
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """Reads YAML, of which JSON is a part."""
+        """Reads YAML, which includes JSON."""
         return _read_value(value)
 
 
 def find_unknown_variables() -> list[str]:
-    """Returns a warning for each ``CTL_*`` variable that is no setting."""
+    """Returns a warning for each ``CTL_*`` variable that is not a setting."""
     known = [f"{ENV_PREFIX}{name.upper()}" for name in (*SETTINGS, "config")]
     return [
         f"warning: the environment has {format_name(name)}, no setting{suggest(name, known)}"
@@ -111,42 +123,48 @@ def find_unknown_variables() -> list[str]:
 
 
 def load_config(path: str | Path, **overrides: Any) -> Config:
-    """Reads a config file, with keyword arguments on top: the settings for ``ctl_core.train``.
+    """Reads the settings for ``ctl_core.train`` from a file.
+
+    Args:
+        path: of the file
+        overrides: settings that take precedence over the file's
 
     Raises:
-        SetupError: the file is missing or wrong, or a setting is.
+        SetupError: the file is missing or invalid, or a setting is wrong.
     """
     return resolve([read_file(Path(path))], [Layer(overrides)])
 
 
 def resolve(files: Sequence[Layer], above: Sequence[Layer] = ()) -> Config:
-    """Lays later values over earlier ones; a complaint says where the wrong one comes from.
+    """Merges layers of settings, of which later ones take precedence.
 
-    ``--epochs 3`` over ``steps: 600`` in a file means three epochs, not a conflict. hparams are
-    merged name by name, at any depth. What is above the files keeps the type that an hparam has in
-    these, and has no names that no file has, unless no file has any: a slip would train with the
-    old value.
+    ``--epochs 3`` over ``steps: 600`` in a file means three epochs, not a conflict. Hyperparameters
+    are merged name by name, at any depth. If files have any, variables and flags can only change
+    those that are there and keep their types, because a misspelt name would otherwise train with
+    the old value.
 
     Args:
-        files: what settings files say
-        above: what variables and flags say; texts are numbers where the files have these
+        files: the layers of settings files
+        above: the layers of variables and flags; their texts become numbers where files have these
 
     Raises:
-        SetupError: a value is wrong, or an hparam unknown.
+        SetupError: a value is wrong, or a hyperparameter unknown. The message says which source it
+            comes from.
     """
     merged: dict[str, Any] = {}
     hparams: dict[str, Any] = {}
     known: dict[str, Any] | None = None
     layers = [*files, *above]
     for number, layer in enumerate(layers):
-        for one, other in (("steps", "epochs"), ("epochs", "steps")):
-            if layer.values.get(one) is not None:
-                merged.pop(other, None)
+        if layer.values.get("steps") is not None:
+            merged.pop("epochs", None)
+        if layer.values.get("epochs") is not None:
+            merged.pop("steps", None)
         merged |= layer.values
         if number == len(files):
             known = hparams
-        over = layer.values.get("hparams") or {}
-        hparams = merge_hparams(hparams, over, layer.locate("hparams"), known)
+        changes = layer.values.get("hparams") or {}
+        hparams = merge_hparams(hparams, changes, layer.locate("hparams"), known)
     try:
         return Config(**{**merged, "hparams": hparams})
     except SetupError as error:
@@ -161,14 +179,17 @@ def merge_hparams(
     where: str = "hparams",
     known: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Lays hparams over others, name by name, also in the dicts within.
+    """Merges hyperparameters name by name, including those in nested dicts.
 
     Args:
-        below: what is there
-        over: what is laid over it
-        where: what to call ``over`` in a message
-        known: names that there may be, all if it is empty; values keep the type of what is there.
-            None: whatever is said is taken
+        below: the present values
+        over: the values that replace them
+        where: the name of ``over`` in a message
+        known: the names that are allowed, or an empty dict for all; new values then keep the type
+            of present ones. None accepts any name and type.
+
+    Returns:
+        The merged values.
 
     Raises:
         SetupError: a name is unknown, or a value has another type.
@@ -177,47 +198,57 @@ def merge_hparams(
         raise SetupError(f"{where}: expected names with values, got {quote(over)}.")
     merged = dict(below)
     for name, value in over.items():
-        inner, old, inside = f"{where}.{name}", below.get(name), None
+        full_name = f"{where}.{name}"
+        present = below.get(name)
         if known and name not in known:
-            there = f"; a settings file has {make_line(', '.join(map(str, known)), 100)}"
-            near = suggest(str(name), map(str, known)) or there
-            raise SetupError(f"{format_name(inner)}: no settings file has it{near}")
+            all_names = f"; a settings file has {make_line(', '.join(map(str, known)), 100)}"
+            hint = suggest(str(name), map(str, known)) or all_names
+            raise SetupError(f"{format_name(full_name)}: no settings file has it{hint}")
+        known_inside: dict[str, Any] | None = None
         if known is not None:
-            value, inside = _convert(value, old, inner), known.get(name)
-            inside = inside if isinstance(inside, dict) else {}
+            value = _convert(value, present, full_name)
+            known_inside = _as_dict(known.get(name))
         if isinstance(value, dict):
-            value = merge_hparams(old if isinstance(old, dict) else {}, value, inner, inside)
+            value = merge_hparams(_as_dict(present), value, full_name, known_inside)
         merged[name] = value
     return merged
 
 
-def _convert(value: Any, old: Any, where: str) -> Any:
-    """Returns a value with the type of the one that it replaces; null has none.
+def _as_dict(value: Any) -> dict[str, Any]:
+    """Returns a value if it is a dict, otherwise an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def _convert(value: Any, present: Any, where: str) -> Any:
+    """Returns a new value with the type of the present one; null fits any type.
 
     Raises:
-        SetupError: it has another.
+        SetupError: the value cannot be converted.
     """
     if isinstance(value, str):
-        read = _read_value(value)
-        value = value if isinstance(old, str) and not isinstance(read, str | None) else read
-    if old is None or value is None:
+        parsed = _read_value(value)
+        # A text such as "7" stays a text if it replaces one.
+        stays_text = isinstance(present, str) and not isinstance(parsed, str | None)
+        if not stays_text:
+            value = parsed
+    if present is None or value is None:
         return value
     try:
-        return TypeAdapter(type(old)).validate_python(value)
+        return TypeAdapter(type(present)).validate_python(value)
     except ValidationError:
-        expected = f"expected a value such as {quote(old, 40)}, which a settings file has"
+        expected = f"expected a value such as {quote(present, 40)}, which a settings file has"
         raise SetupError(f"{format_name(where)}: {expected}, got {quote(value)}.") from None
 
 
 def _read_value(text: str) -> Any:
-    """Reads the text of a flag or variable as YAML; what is none is a text."""
+    """Parses a flag or variable as YAML; returns the text itself if it is not valid YAML."""
     with contextlib.suppress(yaml.YAMLError, ValueError):
         return yaml.load(text, Loader=_Loader)
     return text
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Writes the settings as resolved, whole or not at all."""
+    """Writes all settings to a file, atomically."""
     text = yaml.dump(
         dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True
     )

@@ -36,45 +36,45 @@ import ctl_core as ctl
 #     return lambda pair: loss(pair[1], pair[0])
 
 
-# Keras metrics by name, such as {"accuracy": keras.metrics.SparseCategoricalAccuracy()}.
 def create_metrics():
+    """Returns the Keras metrics of an evaluation by name, such as {"auc": keras.metrics.AUC()}."""
     return {}
 
 
 # ---- Below stand the defaults: change them, or delete them, which changes nothing ---------------
 
 
-# The last change to the repeated dataset, before its elements are dealt out to the replicas.
 def make_batches(dataset):
+    """Makes a last change to the repeated dataset, before the replicas get their shares."""
     return dataset
 
 
-# How many examples a batch holds. In graphs or point sets, say what counts: tf.shape(labels)[0].
 def count_examples(batch):
+    """Counts the examples of a batch. In graphs or point sets: tf.shape(labels)[0]."""
     return ctl.leading_dimension(batch)
 
 
-# lr is an object: SGD(lr * 0.1) takes it as it is, and every_steps may say lr.assign(lr * 0.5).
 def create_opt(lr):
+    """Creates the optimizer. SGD(lr * 0.1) works, too, and host hooks may call lr.assign(0.01)."""
     return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
 
 
 def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
+    """Says what a checkpoint holds, and how many checkpoints are kept."""
     ckpt = tf.train.Checkpoint(
         step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
     )
     return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=50)
 
 
-# What the model is called with; from here to update_pre, hooks are traced into the graph. A batch
-# is (inputs, targets), or with weights as third; of another one say here and below what is what.
 def input_pre(batch):
+    """Returns the model's input, from a batch (inputs, targets) or (inputs, targets, weights)."""
     inputs, _, _ = ctl.unpack(batch)
     return inputs
 
 
-# What train_loss is called with.
 def loss_pre(output, batch):
+    """Returns the argument of train_loss."""
     _, target, _ = ctl.unpack(batch)
     return output, target
 
@@ -85,8 +85,8 @@ def loss_pre(output, batch):
 #     return tf.reduce_sum(batch["mask"])
 
 
-# The loss of each example, terms that do not depend on the batch, and what to train.
 def grad_pre(loss, batch, train_model):
+    """Returns the loss of each example, terms that do not depend on the batch, and variables."""
     return (
         ctl.weighted(loss, batch),
         ctl.regularization(train_model),
@@ -94,21 +94,21 @@ def grad_pre(loss, batch, train_model):
     )
 
 
-# From the gradients, summed over all replicas, to those applied and those to display.
 def update_pre(gradients):
+    """Returns the gradients to apply and those to display; they are summed over all replicas."""
     gradients = [ctl.nan_to_zero(gradient) for gradient in gradients]
     clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
     return clipped, gradients
 
 
-# deferred: it only looks on, so that the engine need not leave the graph for it at every step.
 @ctl.deferred
 def print_step(step):
+    """Shows the step. Deferred: it only looks on, and so the engine does not leave the graph."""
     ctl.show_step(step)
 
 
-# report prints, and writes to TensorBoard and metrics.jsonl.
 def print_loss(step, loss):
+    """Prints the loss, and writes it to TensorBoard and metrics.jsonl."""
     ctl.report(step, loss=loss)
 
 
@@ -118,12 +118,12 @@ every_steps = {1: print_step, 10: print_loss}
 at_step = {}
 
 
-# What each metric's update_state is called with.
 def metric_pre(output, batch):
+    """Returns the arguments of the metrics' update_state."""
     _, target, weight = ctl.unpack(batch)
     return (target, output) if weight is None else (target, output, weight)
 
 
-# The loss that the evaluation reports.
 def eval_pre(loss, batch, train_model):
+    """Returns the loss that an evaluation reports, and terms that do not depend on the batch."""
     return ctl.weighted(loss, batch), ctl.regularization(train_model)

@@ -92,13 +92,21 @@ def create_opt(lr):
 
 # ---- Loss: each view has to find the other one of its image among all views of the batch --------
 def loss_pre(output, batch, training, hparams):
-    """Returns logits [b, views, n] and which is right, [b, views]: in an evaluation, the digit."""
+    """Returns logits [b, views, n] and the index of the right one, [b, views].
+
+    While training, n counts the views of the whole global batch, on all devices together, so that
+    the negatives do not depend on the number of devices. The shares of the devices may differ by an
+    image: ctl.row_offset() tells where this device's images are among those of all.
+
+    In an evaluation, the logits are those of the probe of features, and the digit is right.
+    """
     if not training:
         return output["features"], batch[1][:, None]
-    mine = output["embedding"]  # of the examples on this device; then those of all devices
+    mine = output["embedding"]  # [b, 2, width], of the images on this device
     everyone = tf.reshape(ctl.all_gather(mine), [-1, mine.shape[-1]])
-    count = tf.shape(mine)[0]  # where among them each of this device is:
-    itself = 2 * count * ctl.replica_id() + tf.reshape(tf.range(2 * count), [count, 2])
+    count = tf.shape(mine)[0]
+    # This device's views among those of all, [b, 2]: each image has two, one after the other.
+    itself = 2 * ctl.row_offset() + tf.reshape(tf.range(2 * count), [count, 2])
     logits = tf.tensordot(mine, everyone, [[2], [1]]) / hparams["temperature"]
     return logits - 1e9 * tf.one_hot(itself, tf.shape(everyone)[0]), tf.reverse(itself, [1])
 

@@ -106,3 +106,22 @@ def test_what_imports_no_tensorflow_is_typed_strictly() -> None:
     settings = tomllib.loads((ENGINE.parent / "pyproject.toml").read_text())["tool"]["mypy"]
     (strict,) = (each for each in settings["overrides"] if each.get("warn_return_any"))
     assert set(strict["module"]) == free
+
+
+def test_public_names_are_those_that_type_checkers_see() -> None:
+    """The table of lazy imports agrees with the imports under TYPE_CHECKING."""
+    tree = ast.parse((ENGINE / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    homes = {
+        alias.name: (node.module or "").removeprefix("ctl_core.")
+        for node in imports
+        for alias in node.names
+        if node.module != "ctl_core"
+    }
+    assert homes == ctl_core._HOME
+
+
+def test_console_does_not_import_listeners() -> None:
+    """Not even for types: the listeners write through the console."""
+    assert "run.listeners" not in imported(modules()["run.console"], everywhere=True)

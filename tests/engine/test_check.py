@@ -1,6 +1,7 @@
 """``train --check``: devices are compared, everything is tried once, and nothing stays."""
 
 import fcntl
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -133,10 +134,74 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("message", small.slow_but(list(WRONG)[-1], of=WRONG))
-def test_what_differs_on_three_devices_is_named(check: Check, message: str) -> None:
+def negatives(pair: Any) -> tf.Tensor:
+    """A loss for each example that looks at the other rows of the batch."""
+    scores = tf.matmul(pair[0], pair[1], transpose_b=True)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(scores)[0]), scores)
+
+
+WRONG |= {
+    r"check: create_loss \(test_check.py:\d+\): the loss differs: ": {
+        "create_loss": lambda: negatives
+    },
+}
+QUICK = [message for message in WRONG if "worst" in message or "add_loss" in message]
+
+
+@pytest.mark.parametrize("message", small.slow_but(*QUICK, of=WRONG))
+def test_mistakes_that_training_does_not_show_are_named(check: Check, message: str) -> None:
     with pytest.raises(ctl_core.SetupError, match=f"^{message}"):
         check(hooks(**WRONG[message]))
+
+
+def test_all_differences_are_listed_with_the_most_probable_cause_first(
+    check: Check, capsys: Output
+) -> None:
+    with pytest.raises(ctl_core.SetupError) as refused:
+        check(hooks(create_loss=lambda: negatives))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  - ")]
+    assert len(lines) > 2 and all(re.search("differs?[:,]", line) for line in lines)
+    assert str(refused.value) == f"check: {lines[0].removeprefix('  - ')}"
+
+
+def test_a_dataset_of_one_batch_is_repeated_for_the_comparison(
+    check: Check, capsys: Output
+) -> None:
+    """As of a graph network that takes all nodes in each step; with 2 rows, 3 devices need more."""
+    inputs, target = regression_data()
+    for rows in (20, 2):
+        dataset = tf.data.Dataset.from_tensors((inputs[:rows], target[:rows]))
+        check(hooks(create_dataset=lambda dataset=dataset: dataset), batch_size=rows)
+    assert capsys.readouterr().out.count("check: all well") == 2
+
+
+def test_devices_that_cannot_be_compared_are_an_error(check: Check) -> None:
+    """A hook that insists on the run's own batch size."""
+
+    def input_pre(batch: Any) -> Any:
+        return tf.ensure_shape(batch[0], [16, 5])
+
+    with pytest.raises(ctl_core.RunError, match=r"^check: one device cannot be compared with 3: "):
+        check(hooks(input_pre=input_pre))
+
+
+def test_values_that_every_replica_has_alike_do_not_differ(check: Check, capsys: Output) -> None:
+    """An output that has no row for each example is there once for each device."""
+
+    class WithTemperature(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.temperature = self.add_weight(shape=(1,), initializer="ones")
+
+        def call(self, inputs: Any) -> Any:
+            return {"logits": self.dense(inputs) * self.temperature, "scale": self.temperature * 1}
+
+    def loss_pre(output: Any, batch: Any) -> Any:
+        return output["logits"], batch[1]
+
+    check(hooks(create_model=WithTemperature, loss_pre=loss_pre, metric_pre=lambda: {}))
+    assert "check: all well" in capsys.readouterr().out
 
 
 # For a check they are like others, and take half of the time.
@@ -254,9 +319,9 @@ def test_all_differences_are_listed_in_the_order_of_their_causes(
         return lambda pair: tf.reduce_sum((pair[0] - pair[1][:, 0]) ** 2)
 
     wrong = hooks(create_loss=create_loss, create_metrics=lambda: {"worst": Worst()})
-    with pytest.raises(ctl_core.SetupError, match=r"^check: create_loss .* most probable cause"):
+    with pytest.raises(ctl_core.SetupError, match=r"^check: create_loss .* the loss differs"):
         check(wrong)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "differ" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  - ")]
     for line, part in zip(
         lines,
         (

@@ -79,14 +79,15 @@ def test_graphs_called_of_functions_without_a_graph() -> None:
 
 
 def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
-    variable, node = tf.Variable(1.0), compat.make_node(tf.Module())
-    node.variables = variable  # a tf.Module has other ones by this name
-    checkpoint = compat.GraphCheckpoint(x=node)
+    variable, node, checkpoint = tf.Variable(1.0), compat.Node(), compat.GraphCheckpoint()
+    node.children["_self_name_based_restores"] = variable  # TensorFlow's own attribute
+    checkpoint.children["x"] = node
     for value in (1.0, 2.0):
         variable.assign(value)
         checkpoint.write(str(tmp_path / "a"))
         read = tf.train.load_checkpoint(str(tmp_path / "a"))
-        assert read.get_tensor("x/variables/.ATTRIBUTES/VARIABLE_VALUE") == value
+        key = "x/_self_name_based_restores/.ATTRIBUTES/VARIABLE_VALUE"
+        assert read.get_tensor(key) == value
     assert checkpoint._traced.experimental_get_tracing_count() == 1
 
 
@@ -120,6 +121,16 @@ def test_large_sums_are_kept_whole() -> None:
         compat.keep_large_sums_whole()
         assert parts() == rewrites.SWAPPING_HEURISTICS
     assert float(tf.function(lambda: tf.add_n([tf.ones([]), tf.ones([])]))()) == 2.0
+
+
+def test_objects_of_a_checkpoint(tmp_path: Path) -> None:
+    inner = tf.Module()
+    inner.weight = tf.Variable(1.0)
+    checkpoint = tf.train.Checkpoint(outer=tf.train.Checkpoint(inner=inner), same=inner)
+    objects = compat.read_object_graph(checkpoint.write(str(tmp_path / "saved")))
+    root = objects[0].children
+    assert objects[root["outer"]].children["inner"] == root["same"]
+    assert objects[root["same"]].children.keys() == {"weight"}
 
 
 def test_who_joins_waits_so_long() -> None:

@@ -1,6 +1,7 @@
 """Each hook: overriding it changes what it should and only that; leaving it out, the default."""
 
 import functools
+import inspect
 import json
 import re
 import runpy
@@ -17,11 +18,14 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core.__main__ import main
 from ctl_core.commands.cli import parse_command
 from ctl_core.hooks import defaults
 from ctl_core.hooks.callbacks_file import Source, load_callbacks
-from ctl_core.hooks.load import is_default
-from ctl_core.hooks.table import SPECS, TEXT
+from ctl_core.hooks.load import is_default, read_arguments
+from ctl_core.hooks.reference import format_table, read_default_source
+from ctl_core.hooks.spec import Form
+from ctl_core.hooks.table import SPECS
 from tests.golden import compare, small
 from tests.helpers.cases import Followed, assert_weights, make_hooks, regression_data, sliced
 from tests.helpers.project import Train
@@ -55,32 +59,71 @@ def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -
 def test_the_table_is_there_without_docstrings() -> None:
     """As Python leaves them out with ``-OO``."""
     command = [sys.executable, "-OO", "-m", "ctl_core", "hooks"]
-    assert subprocess.check_output(command, cwd=ROOT, text=True) == TEXT
+    assert subprocess.check_output(command, cwd=ROOT, text=True) == format_table()
 
 
 @pytest.mark.parametrize("stub", ["digits.py", "blank.py"])
-def test_the_stubs_show_the_defaults(stub: str, tmp_path: Path) -> None:
-    """Also with docstrings, type hints and names imported they are the engine's own."""
+def test_stubs_show_the_defaults(stub: str, tmp_path: Path) -> None:
+    """Word for word, with docstrings, so that the engine knows them as its own."""
     text = (ROOT / "templates" / "examples" / stub).read_text()
-    assert text.count("\n") <= {"digits.py": 150, "blank.py": 130}[stub]
-    imported = ", ".join(sorted({*re.findall(r"\bctl\.(\w+)\(", text), "deferred"}))
-    named = text.replace("import ctl_core as ctl", f"from ctl_core import {imported}")
-    hinted = re.sub(r"(?m)^(def \w+\(.*\)):$", r"\1 -> 'Any':\n    'What it does.'", text)
-    assert hinted.count("What it does") > 10
     names = {*SPECS, "print_step", "print_loss"} & {*vars(defaults)}
     names -= {"turns", "create_train_metrics", "train_metric_pre"}  # which few need
+    names -= {"at_step"}  # which has a type in the engine
     names -= {"create_metrics"} if stub == "digits.py" else set()
-    for source in (text, hinted, named.replace("ctl.", "")):
-        file = tmp_path / "callbacks.py"
-        file.write_text(source)
-        shown = vars(load_callbacks(Source(file, file)))
-        for name in names - {"every_steps", "at_step"}:
-            assert is_default(name, shown[name]), name
-        assert shown["at_step"] == {}
-        printing = {n: hook.__name__ for n, hook in shown["every_steps"].items()}
-        assert printing == {1: "print_step", 10: "print_loss"}
+    for name in names:
+        assert f"\n{read_default_source(name)}\n" in text, name
+    file = tmp_path / "callbacks.py"
+    file.write_text(text)
+    shown = vars(load_callbacks(Source(file, file)))
+    assert all(is_default(name, shown[name]) for name in names - {"every_steps"})
+    assert "\nat_step = {}\n" in text
     for name in ("create_dataset", "create_model", "create_loss", "batch_weight"):
         assert name in text
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_examples_of_the_table_name_arguments_that_exist(name: str) -> None:
+    spec = SPECS[name]
+    shown: dict[str, Any] = {"keras": keras, "tf": tf, "ctl": ctl_core}
+    exec(spec.example, shown)
+    hook = shown[name]
+    functions = list(hook.values()) if spec.form is Form.SCHEDULE else [hook]
+    for function in functions if spec.form is not Form.NAMES else []:
+        function = getattr(function, "python_function", function)
+        named = set(inspect.signature(function).parameters)
+        assert named == set(read_arguments(spec, name, function, "the example"))
+
+
+def test_the_command_line_explains_a_hook(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hooks", "grad_pre"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for argument in SPECS["grad_pre"].arguments:
+        assert f"{argument.name} {argument.described_type}: {argument.meaning}" in text
+    assert "ctl.Objective" in text and "def grad_pre(loss, batch, train_model):" in text
+    assert main(["hooks", "grad_per"]) == 2
+    assert capsys.readouterr().err == (
+        "error: there is no hook 'grad_per'; did you mean 'grad_pre'?\n"
+    )
+
+
+def test_named_results_are_plain_tuples_with_names(train: Train) -> None:
+    """Weights are those of the same values without names."""
+
+    def grad_pre(loss: Any, train_model: Any) -> Any:
+        return ctl_core.Objective(
+            loss_per_batch=loss,
+            extra_loss=0.0,
+            variables=train_model.trainable_variables,
+            logged={"error": loss},
+        )
+
+    def update_pre(gradients: Any) -> Any:
+        return ctl_core.Update(update_gradients=gradients, display_gradients=gradients)
+
+    hooks = small.hooks(grad_pre=grad_pre, update_pre=update_pre)
+    state = train(hooks, steps=3, learning_rate=small.RATE, log_every=1)
+    assert_weights(state, small.plain(3), rtol=1e-5)
+    assert "error" in state.history[-1]
 
 
 # ---- Hooks may be functions, methods, objects or partials ----------------------------------------
@@ -199,6 +242,33 @@ def test_chief_is_an_argument_of_host_hooks_also_of_deferred_ones(train: Train) 
         train(make_hooks(every_steps={1: ctl_core.deferred(lambda state: None)}))
 
 
+@pytest.mark.parametrize("returns_dict", [False, True])
+def test_train_metrics_are_updated_with_the_users_metric_pre(
+    train: Train, returns_dict: bool
+) -> None:
+    """The mean of ten times the targets of one batch."""
+
+    def metric_pre(batch: Any) -> Any:
+        scaled = 10.0 * batch[1]
+        return {"scaled": scaled, "seen": tf.ones(tf.shape(scaled))} if returns_dict else scaled
+
+    hooks = make_hooks(
+        create_train_metrics=lambda: {"scaled": keras.metrics.Mean()}, metric_pre=metric_pre
+    )
+    state = train(hooks, steps=1, batch_size=16, log_every=1)
+    expected = 10.0 * regression_data()[1][:16].mean()
+    assert state.history[0]["scaled"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_metric_pre_without_a_train_metric_is_refused(train: Train) -> None:
+    hooks = make_hooks(
+        create_train_metrics=lambda: {"worst": keras.metrics.Mean()},
+        metric_pre=lambda batch: {"best": batch[1]},
+    )
+    with pytest.raises(ctl_core.SetupError, match=r"^metric_pre .*'worst'.*write train_metric_pre"):
+        train(hooks)
+
+
 # ---- The hooks that docs/hooks.md and docs/recipes.md show are trained with, as they stand there
 
 PAGES = ROOT / "docs"
@@ -294,3 +364,48 @@ def test_the_loop_that_is_shown_has_the_weights_of_its_hooks(
     model = state.train_model
     compare.assert_close([*model.student.weights, *model.slow.weights], expected, 1e-4, 1e-4)
     assert float(state.lr) == float(loop["optimizer"].learning_rate) == 0.25
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_two_towers_that_are_shown_have_the_weights_of_a_loop(
+    train: Train, devices: int
+) -> None:
+    """Of 64 pairs on three devices, the first device has one row more than the others."""
+    (block,) = (block for block in read_blocks("recipes.md") if "TwoTowers" in block)
+    shown: dict[str, Any] = {}
+    exec(block, shown)
+    weights: dict[str, list[Any]] = {}
+
+    def create_model() -> keras.Model:
+        model = shown["create_model"]()
+        model((tf.constant([0]), tf.constant([0])))
+        weights["first"] = [variable.numpy() for variable in model.weights]
+        return model
+
+    hooks = {name: shown[name] for name in SPECS if name in shown}
+    hooks |= {"create_model": create_model, "update_pre": lambda gradients: (gradients, gradients)}
+    state = train(hooks, steps=6, batch_size=64, learning_rate=20.0, virtual_devices=devices)
+    expected = train_two_towers(shown, weights["first"], steps=6, rate=20.0)
+    compare.assert_close(state.train_model.weights, expected, 1e-5, 1e-6)
+    assert np.abs(expected[0] - weights["first"][0]).max() > 0.05
+
+
+def train_two_towers(shown: Any, weights: list[Any], steps: int, rate: float) -> list[Any]:
+    """Returns the weights of a loop on one device: a batch's own items are on the diagonal."""
+    keras.utils.set_random_seed(0)  # as the run does; the shuffle depends on it
+    user_table, item_table = (tf.Variable(weight) for weight in weights)
+    for user, item in shown["create_dataset"](64).take(steps):
+        with tf.GradientTape() as tape:
+            logits = tf.matmul(
+                tf.gather(user_table, user), tf.gather(item_table, item), transpose_b=True
+            )
+            logits -= shown["LOG_Q"][item.numpy()]
+            hits = (item.numpy()[:, None] == item.numpy()) & ~np.eye(64, dtype=bool)
+            assert hits.any()
+            kept = tf.where(hits, -np.inf, logits)
+            loss = -tf.linalg.diag_part(tf.nn.log_softmax(kept))
+            total = tf.reduce_mean(loss)
+        gradients = tape.gradient(total, [user_table, item_table])
+        for table, gradient in zip([user_table, item_table], gradients, strict=True):
+            table.assign_sub(rate * tf.convert_to_tensor(gradient))
+    return [user_table.numpy(), item_table.numpy()]

@@ -182,11 +182,15 @@ LENGTHS = [3, 3, 5, 5, 4, 4, 4, 4, 2, 2, 6, 6]
 
 
 def sentences(per_replica_batch_size: int = 2) -> tf.data.Dataset:
-    """Sequences of tokens with a label for each, in batches that are as wide as the longest one."""
+    """Sequences of tokens with a label for each, in batches that are as wide as the longest one.
+
+    The positions of the tokens are no rows, so that each batch is the share of a replica.
+    """
     tokens = tf.ragged.range(1, tf.constant(LENGTHS) + 1)
     made = tf.data.Dataset.from_tensor_slices((tokens, tokens % 2))
     dense = made.map(lambda x, y: (tf.convert_to_tensor(x), tf.convert_to_tensor(y)))
-    return dense.padded_batch(per_replica_batch_size, ([None], [None]), drop_remainder=True)
+    batches = dense.padded_batch(per_replica_batch_size, ([None], [None]), drop_remainder=True)
+    return batches.map(lambda x, y: ((x, tf.range(tf.shape(x)[1])), y))
 
 
 def tagger(seen: list[Any]) -> SimpleNamespace:
@@ -207,7 +211,8 @@ def tagger(seen: list[Any]) -> SimpleNamespace:
     return SimpleNamespace(
         create_dataset=sentences,
         create_eval_dataset=lambda: sentences(),
-        count_examples=lambda batch: tf.shape(batch[0])[0],
+        count_examples=lambda batch: tf.shape(batch[1])[0],
+        input_pre=lambda batch: batch[0][0],
         create_model=create_model,
         create_loss=create_loss,
         create_opt=sgd,
@@ -220,7 +225,7 @@ def test_host_hooks_see_and_predict_writes_what_does_not_fit(train: Train) -> No
     seen: list[Any] = []
     hooks = tagger(seen)
     state = train(hooks, steps=3, batch_size=4, virtual_devices=2)
-    (_, first, (tokens, _)), (_, second, (dense, _)), (_, third, _) = seen
+    (_, first, ((tokens, _), _)), (_, second, ((dense, _), _)), (_, third, _) = seen
     assert isinstance(first, tf.RaggedTensor) and first.shape[0] == 4
     assert first.row_lengths().numpy().tolist() == [3, 3, 5, 5]
     assert tokens.to_list() == [[1, 2, 3]] * 2 + [[1, 2, 3, 4, 5]] * 2

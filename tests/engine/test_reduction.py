@@ -90,6 +90,26 @@ def test_an_update_by_one_replicas_batch_is_found_and_named(train: Train, tmp_pa
     assert records == ["ckpt-2.json", "ckpt-4.json"]
 
 
+@pytest.mark.parametrize("dtype", ["bool", "complex128", "string", "float16"])
+def test_a_variable_of_any_dtype_that_differs_is_found(train: Train, dtype: str) -> None:
+    noted: list[tf.Variable] = []
+
+    def create_model() -> keras.Model:
+        noted[:] = [tf.Variable(convert(0), trainable=False, name="noted")]
+        return small.create_model()
+
+    def convert(number: Any) -> tf.Tensor:
+        return tf.as_string(number) if dtype == "string" else tf.cast(number, dtype)
+
+    def by_replica(gradients: Any) -> Any:
+        noted[0].assign(convert(ctl_core.replica_id()))
+        return gradients, gradients
+
+    hooks = make_hooks(create_model=create_model, update_pre=by_replica)
+    with pytest.raises(ctl_core.RunError, match=r"after step 2, noted differs .* 0 and 1"):
+        train(hooks, steps=2, virtual_devices=2)
+
+
 # ---- Optimizers that hooks apply ---------------------------------------------------------------
 
 
@@ -126,7 +146,12 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"global_clipnorm": 0.05}, {"jit_compile": True, "accumulate_steps": 2}),
     ({"weight_decay": 0.1}, {"virtual_devices": 2}),
     ({"use_ema": True, "ema_momentum": 0.8}, {"virtual_devices": 2}),
+    (
+        {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 4},
+        {"virtual_devices": 2, "accumulate_steps": 2},
+    ),
     ({"gradient_accumulation_steps": 3}, {}),
+    ({"gradient_accumulation_steps": 3, "weight_decay": 0.1}, {"virtual_devices": 2}),
 ]
 create_dataset = small.slices(basics.WORDS, drop_remainder=True)
 

@@ -21,6 +21,7 @@ import ctl_core
 from ctl_core.evaluation import summaries
 from ctl_core.model.state import describe_start
 from ctl_core.run.console import Console
+from ctl_core.trainer import CHECK_ADVICE
 from tests.golden import small
 from tests.helpers import lean
 from tests.helpers.cases import assert_weights, make_hooks
@@ -413,3 +414,15 @@ def test_commands_that_go_well_say_nothing_there(
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "1")
     done = subprocess.run([*ctl, "evaluate", "--debug"], capture_output=True, text=True, check=True)
     assert "oneDNN" in done.stderr
+
+
+def test_a_new_run_on_several_devices_recommends_a_check(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(make_hooks(), steps=1, run_name="one")
+    assert "--check" not in capsys.readouterr().out
+    train(make_hooks(), steps=1, run_name="two", virtual_devices=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--check" in line]
+    assert lines == [CHECK_ADVICE]
+    train(make_hooks(), steps=2, run_name="two", virtual_devices=2)
+    assert "--check" not in capsys.readouterr().out

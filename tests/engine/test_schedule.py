@@ -211,6 +211,48 @@ def test_a_hook_that_assigns_lr_ends_the_schedule(
     assert seen[6:] == [0.05] * 6
 
 
+def test_a_finished_run_that_is_trained_on_says_how_its_rate_jumps(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: dict[int, float] = {}
+
+    def note(step: int, lr: Any) -> None:
+        seen[step] = float(lr)
+
+    hooks = small.hooks(every_steps={1: note})
+    more: dict[str, Any] = {"lr_schedule": "cosine", "learning_rate": RATE, "ckpt_every": 4}
+    train(hooks, steps=8, run_name="a", **more)
+    last_rate = seen[8]
+    train(hooks, steps=8, run_name="same", fork="a@4", **more)
+    assert "jumps" not in capsys.readouterr().out
+    train(hooks, steps=8, run_name="a", **more)  # nothing is left to train
+    assert "jumps" not in capsys.readouterr().out
+    train(hooks, steps=16, run_name="a", **more)
+    out = capsys.readouterr().out
+    line = (
+        f"warning: lr jumps from {last_rate:.3g} to {seen[9]:.3g}: lr_schedule cosine is computed"
+    )
+    assert out.count("lr jumps") == out.count(line) == 1
+    assert seen[9] > 5 * last_rate
+    train(hooks, steps=20, run_name="a", **{**more, "lr_schedule": "constant"}, virtual_devices=2)
+    assert "jumps" not in capsys.readouterr().out
+    assert seen[20] == seen[16]
+    constant = {**more, "lr_schedule": "constant", "learning_rate": 0.05}
+    train(hooks, steps=24, run_name="a", **constant)
+    assert "learning_rate is 0.05 from here on." in capsys.readouterr().out
+    assert seen[24] == pytest.approx(0.05)
+
+
+def test_a_curve_that_another_learning_rate_scales_is_no_jump(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more: dict[str, Any] = {"lr_schedule": "linear", "ckpt_every": 4}
+    train(small.hooks(), steps=8, run_name="a", learning_rate=RATE, **more)
+    train(small.hooks(), steps=8, run_name="b", fork="a@4", learning_rate=RATE / 2, **more)
+    out = capsys.readouterr().out
+    assert "learning_rate is 0.1 from here on." in out and "jumps" not in out
+
+
 def test_a_schedule_of_create_opt_goes_before(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,7 +271,7 @@ def test_a_schedule_of_create_opt_goes_before(
     )
     more: dict[str, Any] = {"lr_schedule": "linear", "warmup": 3, "learning_rate": RATE}
     state = train(own, steps=STEPS, virtual_devices=2, **more)
-    assert "lr_schedule and warmup are not applied: create_opt gives" in capsys.readouterr().out
+    assert "lr_schedule and warmup change nothing: create_opt gives" in capsys.readouterr().out
     for step, rate, used, in_graph in seen:
         assert rate == used == pytest.approx(RATE * 0.9**step)  # of the next update
         assert in_graph == pytest.approx(RATE * 0.9 ** (step - 1))  # of this one
@@ -239,16 +281,4 @@ def test_a_schedule_of_create_opt_goes_before(
 def test_a_rate_that_no_hook_uses_is_said(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     own = small.hooks(create_opt=lambda: keras.optimizers.SGD(0.1))
     train(own, steps=1, learning_rate=0.5)
-    assert "learning_rate is passed to no hook" in capsys.readouterr().out
-    train(own, steps=2, learning_rate=0.4)
-    assert "from here on" not in capsys.readouterr().out
-
-
-def test_a_rate_that_a_hook_reads_off_config_is_used(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing says that the rate has no effect: the weights show that it has."""
-    own = small.hooks(create_opt=lambda config: keras.optimizers.SGD(config.learning_rate))
-    state = train(own, steps=STEPS, learning_rate=RATE)
-    assert "learning_rate" not in capsys.readouterr().out
-    assert_weights(state, small.plain(STEPS, lambda step: RATE), rtol=1e-5)
+    assert "learning_rate changes nothing: create_opt does not use lr." in capsys.readouterr().out

@@ -24,11 +24,12 @@ VALUES: dict[str, Any] = {
     "last_batch": "keep", "precision": "bfloat16", "jit_compile": True, "on_nan": "stop",
     "detect_anomaly": True, "learning_rate": ("1e-1", 0.1), "lr_schedule": "cosine", "warmup": 5,
     "ema": (".9", 0.9), "seed": 2**32 - 1, "run_name": "2024-01-05b", "fork": "b/c@best",
-    "init_from": "m.keras", "ckpt_every": "10min", "eval_every": "2epochs", "eval_batch_size": 32,
-    "limit_eval": 3, "max_time": "7h30m", "log_every": 5, "keep_best": "a:max",
-    "early_stop": "a:max:1", "strategy": "mirrored", "virtual_devices": 2, "workers": 2,
-    "max_restarts": 0, "deterministic": True, "profile": ("50:61", "50:61"),
-    "runs_dir": "else where", "callbacks": "b, c.py", "listener": "a.b:C", "debug": True,
+    "init_from": "m.keras", "init_skip": ("head/*", ["head/*"]), "ckpt_every": "10min",
+    "eval_every": "2epochs", "eval_batch_size": 32, "limit_eval": 3, "max_time": "7h30m",
+    "log_every": 5, "keep_best": "a:max", "early_stop": "a:max:1", "strategy": "mirrored",
+    "virtual_devices": 2, "workers": 2, "max_restarts": 0, "deterministic": True,
+    "profile": ("50:61", "50:61"), "runs_dir": "else where",
+    "callbacks": "b, c.py", "listener": "a.b:C", "debug": True,
 }  # fmt: skip
 
 
@@ -71,25 +72,27 @@ def refuse(*flags: str, config: str | None = None, **environ: str) -> str:
 # ---- What goes before what ---------------------------------------------------------------------
 
 
-def test_the_table_above_knows_every_setting() -> None:
+def test_the_table_of_sources_has_every_setting() -> None:
     assert [*VALUES, "hparams"] == [*SETTINGS]
     assert resolve() == Config()
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_file_the_environment_and_flags_say_the_same(name: str) -> None:
+def test_file_environment_and_flags_read_a_setting_alike(name: str) -> None:
+    needed: dict[str, Any] = {"init_from": "m.keras"} if name == "init_skip" else {}
+    rest = "".join(f"{other}: {words}\n" for other, words in needed.items())
     text, value = VALUES[name] if isinstance(VALUES[name], tuple) else 2 * (VALUES[name],)
     flag = "--" + name.replace("_", "-") + (f"={text}" if value is not True else "")
-    for found in (
-        resolve(config=f"{name}: {text}\n"),
-        resolve(config="", **{f"CTL_{name.upper()}": str(text)}),
+    for resolved in (
+        resolve(config=f"{rest}{name}: {text}\n"),
+        resolve(config=rest, **{f"CTL_{name.upper()}": str(text)}),
         resolve(flag),
     ):
-        assert found == Config(**{name: value})
-        assert type(getattr(found, name)) is type(value)
+        assert resolved == Config(**needed, **{name: value})
+        assert type(getattr(resolved, name)) is type(value)
 
 
-def test_flags_go_before_the_environment_and_that_before_the_file() -> None:
+def test_flags_override_the_environment_which_overrides_the_file() -> None:
     """Also to take a value or a switch back."""
     assert resolve(config="batch_size: 8", CTL_BATCH_SIZE="16").batch_size == 16
     assert resolve("--batch-size=32", CTL_BATCH_SIZE="16").batch_size == 32
@@ -98,8 +101,8 @@ def test_flags_go_before_the_environment_and_that_before_the_file() -> None:
     assert resolve(config="debug: true", CTL_DEBUG="0").debug is False
     assert resolve("--debug", config="", CTL_DEBUG="0").debug is True
     config = "early_stop: loss:3\nlimit_eval: 4\nema: 0.9\n"
-    found = resolve("--early-stop", "null", "--ema=null", config=config, CTL_LIMIT_EVAL="null")
-    assert found == Config()
+    resolved = resolve("--early-stop", "null", "--ema=null", config=config, CTL_LIMIT_EVAL="null")
+    assert resolved == Config()
 
 
 def test_epochs_of_a_higher_layer_replace_steps_of_a_lower_one() -> None:
@@ -108,7 +111,7 @@ def test_epochs_of_a_higher_layer_replace_steps_of_a_lower_one() -> None:
     assert resolve("--steps", "5", CTL_EPOCHS="2") == Config(steps=5)
 
 
-def test_several_files() -> None:
+def test_the_last_of_two_settings_files_wins() -> None:
     """Which take the place of config.yaml; a later one goes before."""
     Path("base.yaml").write_text("steps: 3\nseed: 1\nhparams: {width: 32, deep: {a: 1, b: 2}}\n")
     Path("big.yaml").write_bytes(
@@ -137,10 +140,10 @@ def test_hparams_keep_the_type_that_a_file_gives_them(name: str, text: str) -> N
     variable, value = "CTL_HPARAMS__" + name.replace(".", "__").upper(), KEPT[name, text]
     for flags in (f"--hparams.{name}", text), (f"--hparams.{name}={text}",), ():
         environ = {} if flags else {variable: text}
-        found: Any = resolve(*flags, config=TYPED, **environ).hparams
+        resolved: Any = resolve(*flags, config=TYPED, **environ).hparams
         for each in name.split("."):
-            found = found[each]
-        assert (found, type(found)) == (value, type(value))
+            resolved = resolved[each]
+        assert (resolved, type(resolved)) == (value, type(value))
 
 
 TEXTS: dict[str, Any] = {
@@ -151,10 +154,10 @@ TEXTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_hparams_are_read_alike_everywhere_and_come_back(text: str) -> None:
+def test_hparams_are_read_alike_everywhere_and_read_back_equal(text: str) -> None:
     plain = Config(hparams={"x": TEXTS[text]})
-    found = resolve("--hparams.x", text, config="")
-    assert found == plain and type(found.hparams["x"]) is type(TEXTS[text])
+    resolved = resolve("--hparams.x", text, config="")
+    assert resolved == plain and type(resolved.hparams["x"]) is type(TEXTS[text])
     write_config(plain, Path("config.yaml"))
     assert resolve() == load_config("config.yaml") == plain
     if text != "[not yaml":
@@ -164,8 +167,8 @@ def test_hparams_are_read_alike_everywhere_and_come_back(text: str) -> None:
 def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
     """Else a slip in its name would train with the old value; a new one is written down first."""
     config = "hparams: {width: 3, optimizer: {momentum: 0.9}, rates: {}, deep: null}\n"
-    said = refuse("--hparams.widht", "4", config=config)
-    assert said == "hparams.widht: no settings file has it; did you mean 'width'?"
+    message = refuse("--hparams.widht", "4", config=config)
+    assert message == "hparams.widht: no settings file has it; did you mean 'width'?"
     assert "'momentum'" in refuse("--hparams.optimizer.momentun", "3")
     assert "CTL_HPARAMS.widht: no" in refuse(CTL_HPARAMS="{widht: 4}")
     assert "'width'" in refuse(CTL_HPARAMS__WIDHT="4")
@@ -181,17 +184,32 @@ def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
 # ---- Mistakes ----------------------------------------------------------------------------------
 
 
-def test_wrong_flags() -> None:
+def test_wrong_flags_are_refused() -> None:
     assert "such as loss:3, got 'loss'." in refuse("--early-stop=loss")
-    said = "runs_dir: expected a path in the file system, got 'gs:"
-    assert said in refuse("--runs-dir=gs://bucket/x")
+    message = "runs_dir: expected a path in the file system, got 'gs:"
+    assert message in refuse("--runs-dir=gs://bucket/x")
     assert "detect_anomaly: needs --no-jit" in refuse("--detect-anomaly", "--jit-compile")
 
 
-def test_settings_from_python() -> None:
-    found = Config(steps=np.int64(3), learning_rate=np.float32(0.5), runs_dir=Path("x"))  # type: ignore[arg-type]
-    assert found == Config(steps=3, learning_rate=0.5, runs_dir="x")
-    assert type(found.steps) is int and type(found.runs_dir) is str
+def test_lists_of_patterns_are_read_and_written(folder: Path) -> None:
+    """Flags replace what is below, ``write_config`` writes what is read again, and null is none."""
+    below = "init_from: a\ninit_skip: ['*/bias', head/*]\n"
+    config = resolve(config=below)
+    assert config.init_skip == ["*/bias", "head/*"]
+    write_config(config, folder / "written.yaml")
+    assert load_config(folder / "written.yaml") == config
+    assert resolve("--init-skip", "a/*", "--init-skip=*b", config=below).init_skip == ["a/*", "*b"]
+    assert resolve(config=below, CTL_INIT_SKIP="*/kernel").init_skip == ["*/kernel"]
+    assert resolve(config=below, CTL_INIT_SKIP="[a/*, '*b']").init_skip == ["a/*", "*b"]
+    assert resolve("--init-skip=null", config=below).init_skip is None
+    alone = refuse("--init-skip=head/*", config="")
+    assert alone.startswith("init_skip: ") and "init_from" in alone and "\n" not in alone
+
+
+def test_settings_from_python_are_converted_and_checked() -> None:
+    resolved = Config(steps=np.int64(3), learning_rate=np.float32(0.5), runs_dir=Path("x"))  # type: ignore[arg-type]
+    assert resolved == Config(steps=3, learning_rate=0.5, runs_dir="x")
+    assert type(resolved.steps) is int and type(resolved.runs_dir) is str
     with pytest.raises(SetupError, match=r"^fork and init_from: give one of the two, got a and b."):
         Config(fork="a", init_from="b")
     Path("my.yaml").write_text("steps: 3\nhparams: {layers: {first: 1, second: 2}}\n")
@@ -204,10 +222,12 @@ def test_settings_from_python() -> None:
 # ---- Runs --------------------------------------------------------------------------------------
 
 
-def test_a_trained_run_is_used_with_its_own_settings() -> None:
-    own = Config(steps=9, batch_size=3, run_name="old", workers=3, debug=True, hparams={"width": 7})
+def test_commands_use_a_run_with_its_saved_settings() -> None:
+    saved = Config(
+        steps=9, batch_size=3, run_name="old", workers=3, debug=True, hparams={"width": 7}
+    )
     for name, age in (("old", 20), ("new", 10)):
-        write_config(dataclasses.replace(own, run_name=name), Path("own.yaml"))
+        write_config(dataclasses.replace(saved, run_name=name), Path("own.yaml"))
         make_run(name, Path("own.yaml").read_text(), age)
     Path("config.yaml").write_text("steps: 1\nbatch_size: 64\nema: 0.9\nhparams: {width: 1}\n")
 
@@ -215,59 +235,61 @@ def test_a_trained_run_is_used_with_its_own_settings() -> None:
         return parse("evaluate", *words, **environ)
 
     # How a run was watched, and by how many processes trained, says nothing about how it is used.
-    expected = dataclasses.replace(own, debug=False, workers=1)
+    expected = dataclasses.replace(saved, debug=False, workers=1)
     for words in (["old"], ["--run-name", "old"]):
-        found = use(*words, "--checkpoint", "3")
-        assert found.config == expected and found.run == Path("runs/old")
-        assert found.options["checkpoint"] == 3
+        command = use(*words, "--checkpoint", "3")
+        assert command.config == expected and command.run == Path("runs/old")
+        assert command.options["checkpoint"] == 3
     assert use().config == dataclasses.replace(expected, run_name="new")
     assert use(CTL_RUN_NAME="old").config == expected
     assert use("old", "--batch-size", "5", CTL_BATCH_SIZE="6").config.batch_size == 5
     Path("mine.yaml").write_text("batch_size: 11\nrun_name: old\nhparams: {width: x}\n")
     other = dataclasses.replace(expected, batch_size=11, hparams={"width": "x"})
     assert use("--config", "mine.yaml").config == other
-    for words, said in (
+    for words, message in (
         (["--runs-dir", "elsewhere"], "elsewhere: no run there yet"),
         (["--checkpoint", "last"], "checkpoint: expected a whole number, got 'last'."),
         (["--workers", "2"], "there is no setting '--workers'"),
     ):
-        with pytest.raises(SetupError, match=f"^{re.escape(said)}"):
+        with pytest.raises(SetupError, match=f"^{re.escape(message)}"):
             use(*words)
 
 
-def test_a_run_goes_on_with_its_own_settings() -> None:
+def test_a_resumed_run_keeps_its_saved_settings() -> None:
     """Flags and files that are named go before; hparams that it does not have are the project's."""
     project = "steps: 600\nearly_stop: loss:3\nhparams: {old: 1}\n"
     first = resolve("--run-name=a", "--batch-size=8", "--early-stop=null", config=project)
     write_config(first, Path("own.yaml"))
     make_run("a", Path("own.yaml").read_text())
     Path("config.yaml").write_text(project.replace("old: 1", "old: 2, new: 2") + "seed: 4\n")
-    found = parse("train", "--run-name=a", "--hparams.new=3")
-    assert found.config == dataclasses.replace(first, hparams={"old": 1, "new": 3})
-    said = "runs/a goes on with its own settings; config.yaml differs in early_stop, hparams.old, s"
-    assert said in found.notes[0]
+    command = parse("train", "--run-name=a", "--hparams.new=3")
+    assert command.config == dataclasses.replace(first, hparams={"old": 1, "new": 3})
+    message = (
+        "runs/a keeps its own settings; config.yaml differs in early_stop, hparams.old, seed: "
+    )
+    assert message in command.notes[0]
     os.utime("runs/a/config.yaml", (2**33, 2**33))  # started again since
     assert not parse("train", "--run-name=a").notes
     Path("mine.yaml").write_text("seed: 5\nepochs: 2\n")
-    found = parse("train", "--run-name=a", "--config=mine.yaml")
-    assert not found.notes
-    assert (found.config.seed, found.config.epochs, found.config.batch_size) == (5, 2, 8)
+    command = parse("train", "--run-name=a", "--config=mine.yaml")
+    assert not command.notes
+    assert (command.config.seed, command.config.epochs, command.config.batch_size) == (5, 2, 8)
 
 
-def test_a_fork_and_a_run_of_an_earlier_engine_have_settings_of_their_own() -> None:
+def test_a_fork_and_a_run_of_an_earlier_engine_inherit_known_settings() -> None:
     """A cluster's supervisor makes a folder for logs; an earlier engine had other settings."""
     run = make_run("a", "steps: 5\nseed: 3\nworkers: 2\nrun_name: a\nfork: b\n")
     (run / "ckpt/engine").mkdir(parents=True)
     (run / "ckpt/engine/ckpt-3.json").touch()
-    found = resolve("--fork=a", "--run-name=c", config="seed: 4\n")
-    assert found == Config(steps=5, seed=3, run_name="c", fork="a")
+    resolved = resolve("--fork=a", "--run-name=c", config="seed: 4\n")
+    assert resolved == Config(steps=5, seed=3, run_name="c", fork="a")
     Path("runs/none").mkdir()
     assert resolve("--run-name=none", config="seed: 3\n") == Config(seed=3, run_name="none")
     (make_run("old", "steps: 9\ncurves: true\n") / "train.log").touch()
     assert resolve("--run-name=old", config="") == Config(steps=9, run_name="old")
 
 
-def test_the_resolved_settings_come_back_equal(folder: Path) -> None:
+def test_saved_settings_read_back_equal(folder: Path) -> None:
     every = Config(
         steps=30, accumulate_steps=3, learning_rate=1e-5, run_name="007", ckpt_every="1epoch",
         runs_dir="some where: else", hparams={"a": {"b": [1, "2", 1e-5, None, True]}, "1": "null"},

@@ -1,6 +1,6 @@
 """Any global batch on any number of devices has the weights of a plain loop on one device."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,46 +11,24 @@ import tensorflow as tf
 import ctl_core
 from tests.golden import compare, engine, small
 from tests.golden.programs import simclr
-from tests.golden.reference import RATE, Reference
+from tests.golden.uneven_batches import (
+    LAST,
+    assert_trained,
+    batches_of,
+    data,
+    shuffled,
+    split,
+    train_on,
+    train_plainly,
+)
 
 SEED, FEATURES = 3, small.FEATURES
-LAST = pytest.mark.parametrize("last_batch", ["drop", "keep"])
 
 
-def data(examples: int) -> list[np.ndarray]:
-    return [np.tile(part, (2, 1))[:examples] for part in small.data()]
-
-
-def split(examples: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(tuple(data(examples)))
-
-
-def shuffled(examples: int) -> tf.data.Dataset:
-    return split(examples).shuffle(30, seed=5)
-
-
-def batches_of(dataset: tf.data.Dataset, size: int, last_batch: str = "keep") -> Iterator[Any]:
-    """Global batches without end, as one device reads them."""
+@pytest.fixture(autouse=True)
+def seed_plain_loops() -> None:
+    """Sets the seed: the shuffle of a plain loop is seeded where it is defined."""
     keras.utils.set_random_seed(SEED)
-    return iter(dataset.batch(size, drop_remainder=last_batch == "drop").repeat())
-
-
-def train_plainly(hooks: Any, steps: int, batches: Iterable[Any], **how: Any) -> Reference:
-    """Trains by the same hooks on one device."""
-    taken = (batch for _, batch in zip(range(steps), batches, strict=False))
-    return Reference(hooks).train(taken, **how)
-
-
-def train_on(train: engine.Train, hooks: Any, devices: int, batch: int, **more: Any) -> Any:
-    settings = {"learning_rate": RATE, "seed": SEED, "log_every": 1000, **more}
-    return train(hooks, batch_size=batch, virtual_devices=devices, **settings)
-
-
-def assert_trained(state: Any, plain: Reference) -> None:
-    compare.assert_close(state.train_model.weights, plain.parts.train_model.weights)
-
-
-# ---- Batches that do not divide ----------------------------------------------------------------
 
 
 @LAST
@@ -205,6 +183,14 @@ def scale_by_mean(gradients: Any, output: Any) -> Any:
     return [scale * gradient for gradient in gradients], gradients
 
 
+def find_own_rows(gradients: Any, output: Any) -> Any:
+    """Changes nothing if each replica finds its own rows among the gathered ones."""
+    places = ctl_core.row_offset() + tf.range(tf.shape(output)[0])
+    others = tf.gather(ctl_core.all_gather(output), places) - output
+    scale = 1.0 + ctl_core.all_reduce(tf.reduce_sum(tf.abs(others)))
+    return [scale * gradient for gradient in gradients], gradients
+
+
 class Centre(keras.layers.Layer):
     """Takes off a moving average, ever less of it, and adds a loss that is a mean."""
 
@@ -226,17 +212,49 @@ def with_norm() -> keras.Model:
     return small.model_with(norm, Centre())
 
 
+INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+DTYPES = ["bool", *INTEGERS, *FLOATS]
+
+
+class Switches(keras.layers.Layer):
+    """Turns every second output down, by a switch of each dtype that a variable can have."""
+
+    def build(self, shape: Any) -> None:
+        off = [tf.zeros([], dtype) for dtype in DTYPES]
+        self.switches = [tf.Variable(value, trainable=False) for value in off]
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        scale = 1.0
+        for number, switch in enumerate(self.switches, start=2):
+            is_on = tf.math.real(tf.cast(switch, tf.complex64))
+            scale -= 0.1 * is_on / number
+            if training:
+                switch.assign(tf.cast(1.0 - is_on, switch.dtype))
+        return inputs * scale
+
+
 CASES: dict[str, dict[str, Any]] = {
     "simclr": {"create_loss": simclr.create_loss, "loss_pre": make_views},
     "mean": {"loss_pre": centre},
     "mean in update_pre": {"update_pre": scale_by_mean},
+    "places in update_pre": {"update_pre": find_own_rows},
     "layers": {"create_model": with_norm},
+    "switches": {"create_model": lambda: small.model_with(Switches())},
 }
 
 
-@pytest.mark.parametrize("accumulate", small.slow_but(1, of=(1, 2)))
+LOSSES = ("simclr", "mean")  # which exchange something
+WAYS = [
+    pytest.param(case, accumulate, marks=[pytest.mark.slow] * (accumulate > 1))
+    for case in CASES
+    for accumulate in (1, 2)
+    if accumulate == 1 or case not in LOSSES
+]
+
+
+@pytest.mark.parametrize(("case", "accumulate"), WAYS)
 @pytest.mark.parametrize("examples", small.slow_but(33, of=(33, 45)))
-@pytest.mark.parametrize("case", CASES)
 def test_last_batches_of_few_rows(
     train: engine.Train, case: str, examples: int, accumulate: int
 ) -> None:
@@ -262,6 +280,63 @@ def test_last_batches_of_few_rows(
     assert_trained(state, plain)
     expected = plain.evaluate(split(examples).batch(16)) if accumulate == 1 else {}
     assert state.metrics == pytest.approx(expected, rel=1e-5)
+
+
+def reduce_by_tensorflow(loss: Any) -> Any:
+    count = tf.cast(tf.size(loss), tf.float32)
+    context = tf.distribute.get_replica_context()
+    return loss / context.all_reduce(tf.distribute.ReduceOp.SUM, count)
+
+
+def gather_in_a_layer() -> keras.Model:
+    class Gathers(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return inputs + tf.reduce_mean(ctl_core.all_gather(inputs))
+
+    return small.model_with(Gathers())
+
+
+def exchange_under_a_condition(loss: Any, train_model: Any, step: Any) -> Any:
+    if step > 3:
+        loss = loss / ctl_core.all_reduce(tf.reduce_sum(loss))
+    return loss, 0.0, train_model.trainable_variables
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("hook", "hooks"),
+    [
+        ("loss_pre", CASES["simclr"]),
+        ("loss_pre", CASES["mean"]),
+        ("grad_pre", {"grad_pre": exchange_under_a_condition}),
+        (
+            "create_loss",
+            {"create_loss": lambda: lambda pair: reduce_by_tensorflow(small.squared_error(pair))},
+        ),
+        ("create_model", {"create_model": gather_in_a_layer}),
+    ],
+)
+def test_a_loss_that_exchanges_something_is_refused_in_micro_batches(
+    train: engine.Train, devices: int, hook: str, hooks: dict[str, Any]
+) -> None:
+    """It would be that of the micro-batches. A model's all_reduce is for statistics, see above."""
+    with pytest.raises(ctl_core.SetupError, match=rf"^{hook} \(\w+\.py:\d+\): all_.*micro-batch"):
+        train_on(train, small.hooks(**hooks), devices, 16, steps=1, accumulate_steps=2)
+
+
+def test_synchronized_normalization_within_a_loss_in_micro_batches(train: engine.Train) -> None:
+    """That of Keras normalizes a micro-batch, wherever it is."""
+
+    class Loss(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = keras.layers.BatchNormalization(synchronized=True)
+
+        def call(self, pair: Any, training: bool = False) -> Any:
+            return small.squared_error((self.norm(pair[0], training=training), pair[1]))
+
+    state = train_on(train, small.hooks(create_loss=Loss), 2, 16, steps=2, accumulate_steps=2)
+    assert state.step == 2
 
 
 def test_moving_statistics_move_as_far_by_each_example(train: engine.Train) -> None:

@@ -137,6 +137,69 @@ def test_a_table_that_is_written(train: engine.Train, returned: int) -> None:
     assert "create_ckpt" in str(refused.value) and "\n" not in str(refused.value)
 
 
+class Encoder(tf.Module):
+    """Three features, by a table and a variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = tf.lookup.KeyValueTensorInitializer([0, 1], [-0.5, 0.5], tf.int64, tf.float32)
+        self.table = tf.lookup.StaticHashTable(pairs, 0.0)
+        self.kernel = tf.Variable(tf.linspace([-1.0] * 3, [1.0] * 3, small.FEATURES))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, small.FEATURES])])
+    def serve(self, inputs: tf.Tensor) -> tf.Tensor:
+        signs = tf.cast(inputs[:, :1] > 0, tf.int64)
+        return tf.tanh(inputs @ self.kernel) + self.table.lookup(signs)
+
+
+class OnEncoder(keras.Model):
+    """A head that is trained, on what a SavedModel returns."""
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        run = self.encoder if isinstance(self.encoder, keras.Layer) else self.encoder.serve
+        return self.head(tf.stop_gradient(run(inputs)))
+
+
+def read_as_layer(folder: str) -> keras.Layer:
+    return keras.layers.TFSMLayer(folder, call_endpoint="serve", trainable=False)
+
+
+@pytest.mark.parametrize(
+    ("is_of_keras", "read", "devices"),
+    [
+        (True, tf.saved_model.load, 1),
+        (True, read_as_layer, 2),
+        (False, tf.saved_model.load, 2),
+        (False, read_as_layer, 1),
+    ],
+)
+def test_a_model_that_holds_a_saved_model(
+    train: engine.Train, runs: Path, tmp_path: Path, is_of_keras: bool, read: Any, devices: int
+) -> None:
+    """Whose parts have names that TensorFlow uses itself."""
+    folder = str(tmp_path / "encoder")
+    if is_of_keras:
+        small.create_model().export(folder, verbose=False)
+    else:
+        encoder = Encoder()
+        tf.saved_model.save(encoder, folder, {"serve": encoder.serve})
+    hooks = small.hooks(create_model=lambda: OnEncoder(read(folder)))
+    hooks.at_step = {5: lambda: engine.leave_as_killed(runs / "whole", runs / "killed")}
+    how = {**SETTINGS, "virtual_devices": devices}
+    whole = train(hooks, **how, run_name="whole")
+    del hooks.at_step
+    resumed = train(hooks, **how, run_name="killed")
+    assert "resuming at step 3" in (runs / "killed/train.log").read_text()
+    compare.assert_same(resumed.train_model.weights, whole.train_model.weights)
+    plain = small.plain(9, model=OnEncoder(read(folder)))
+    compare.assert_close(whole.train_model.head.weights, plain.head.weights)
+
+
 # ---- What is left of a run ---------------------------------------------------------------------
 
 WRITES = ("engine/input-6-*", "ckpt-6.*", "engine/ckpt-6.[!j]*", "engine/ckpt-6.json")

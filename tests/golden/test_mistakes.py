@@ -115,12 +115,71 @@ def create_opt(lr):
     return {"fit": keras.optimizers.SGD(lr)}
 def create_loss():  # here
     return lambda pair: tf.reduce_mean((pair[0] - pair[1]) ** 2)
+== a loss is averaged as in TensorFlow's tutorial -> create_loss | compute_average_loss | twice
+from tensorflow.nn import compute_average_loss as average
+def create_loss():
+    def loss(pair):
+        return average(small.squared_error(pair), global_batch_size=16)  # here
+    return loss
+== the same in a function of the graph, under a condition -> loss_pre | compute_average_loss
+@tf.function
+def average(values):
+    if tf.reduce_sum(values) > 0:
+        return tf.nn.compute_average_loss(values, global_batch_size=16)  # here
+    return tf.constant(0.0)
+def loss_pre(output, batch):
+    return average((output - batch[1]) ** 2)
+def create_loss():
+    return lambda loss: loss
+== a regularization is scaled -> grad_pre | scale_regularization_loss | twice
+def grad_pre(loss, train_model):
+    extra = tf.nn.scale_regularization_loss(tf.nn.l2_loss(train_model.weights[0]))  # here
+    return loss, extra, train_model.trainable_variables
+== a layer scales its regularization -> create_model | scale_regularization_loss
+class Regularized(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(tf.nn.scale_regularization_loss(tf.nn.l2_loss(inputs)))  # here
+        return inputs
+def create_model():
+    return small.model_with(Regularized())
+== a loss of an evaluation is averaged -> eval_pre | compute_average_loss
+create_eval_dataset = small.create_eval_dataset
+def eval_pre(loss):
+    return tf.nn.compute_average_loss(loss, global_batch_size=16), 0.0  # here
 == a weight is no sum -> batch_weight | sum | 0.12
 def batch_weight(batch):  # here
     return tf.maximum(1.0, tf.reduce_sum(0.1 * tf.ones_like(batch[1])))
 == create_opt returns a name -> create_opt | a str | optimizer
 def create_opt():  # here
     return "adam"
+== an optimizer divides by a scale of the loss -> create_opt | SGD | loss_scale_factor=16
+def create_opt(lr):  # here
+    return keras.optimizers.SGD(lr, loss_scale_factor=16)
+== an optimizer scales losses -> create_opt | LossScaleOptimizer | inner_optimizer
+def create_opt(lr):  # here
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(lr))
+== an optimizer of a dict scales losses -> create_opt | LossScaleOptimizer
+def create_opt(lr):  # here
+    return {"": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(lr))}
+== an optimizer of a group divides by a scale -> create_opt | loss_scale_factor=16
+def create_opt(lr, train_model):  # here
+    variables = train_model.trainable_variables
+    optimizers = [keras.optimizers.SGD(lr, loss_scale_factor=scale) for scale in (None, 16.0)]
+    return [(optimizers[0], variables[:2]), (optimizers[1], variables[2:])]
+== an optimizer of several divides by a scale -> create_opt | loss_scale_factor=16
+def create_opt(lr):  # here
+    by_path = keras.optimizers.OptimizerMap(keras.optimizers.SGD(lr))
+    return keras.optimizers.MultiOptimizer(by_path, loss_scale_factor=16)
+== a wrapped optimizer divides by a scale -> create_opt | Adam | loss_scale_factor=16
+class Wrapper:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+    def build(self, variables):
+        self.optimizer.build(variables)
+    def apply_gradients(self, pairs):
+        self.optimizer.apply_gradients(pairs)
+def create_opt(lr):  # here
+    return Wrapper(keras.optimizers.Adam(lr, loss_scale_factor=16))
 == create_opt returns a class -> create_opt | class Adam | optimizer
 def create_opt():  # here
     return keras.optimizers.Adam

@@ -95,27 +95,6 @@ def test_dropout_drops_in_training_only(
     assert said == (devices > 1)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_layer_that_drops_nothing_has_no_random_numbers(
-    train_small: engine.Train, dropout: float, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A recurrent layer holds a random generator even if it never draws from it."""
-
-    def create_model() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((5,)),
-                keras.layers.Reshape((5, 1)),
-                keras.layers.RNN(keras.layers.GRUCell(3, dropout=dropout)),
-                keras.layers.Dense(1),
-            ]
-        )
-
-    train_small(small.hooks(create_model=create_model), steps=1, virtual_devices=2)
-    noted = "each has random numbers (GRUCell) of its own" in capsys.readouterr().out
-    assert noted == (dropout > 0)
-
-
 class Lazy(keras.Model):
     """Its variables are there after the first call."""
 

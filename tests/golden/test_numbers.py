@@ -40,6 +40,26 @@ def test_a_mean_of_keras_within_a_loss_is_one_on_any_devices(
     compare.assert_close(state.train_model.weights, plain.weights)
 
 
+def test_a_metric_may_be_averaged_as_in_the_tutorial_of_tensorflow(
+    train_small: engine.Train,
+) -> None:
+    """For a loss this is refused, since the engine divides by the batch size itself."""
+
+    def average(output: Any, batch: Any) -> Any:
+        errors = tf.reduce_sum((output - batch[1]) ** 2, axis=1)
+        return tf.nn.compute_average_loss(errors, global_batch_size=37)
+
+    hooks = small.hooks(
+        create_eval_dataset=small.create_eval_dataset,
+        create_metrics=lambda: {"error": keras.metrics.Mean()},
+        metric_pre=average,
+        create_train_metrics=lambda: {"error": keras.metrics.Mean()},
+        train_metric_pre=average,
+    )
+    state = train_small(hooks, steps=0, eval_batch_size=37)
+    assert state.metrics["error"] == pytest.approx(state.metrics["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 def test_the_default_update_drops_nan_and_clips_the_sum(
     train_small: engine.Train, devices: int

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.golden import compare, engine, small
 from tests.golden.catalogue import LAST_SAVED, SETTINGS, load_program
+from tests.golden.lookahead import Lookahead
+from tests.golden.reference import RATE
 
 pytestmark = pytest.mark.cluster
 
@@ -75,3 +78,36 @@ def test_any_batch_goes_on_on_another_number_of_processes(tmp_path: Path) -> Non
         assert "reading and dropping" not in (tmp_path / "runs" / name / "train.log").read_text()
         for key, value in compare.read_checkpoint(tmp_path / "runs" / name, 8).items():
             np.testing.assert_allclose(value, expected[key], 1e-5, 1e-6, err_msg=key)
+
+
+SLOW_WEIGHTS = """
+from tests.golden.lookahead import Lookahead
+
+
+def create_opt(lr):
+    return Lookahead(lr)
+"""
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_an_optimizer_that_copies_initial_weights(tmp_path: Path, is_file: bool) -> None:
+    """Every process loads the weights of ``init_from`` before the optimizer is created."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + SLOW_WEIGHTS)
+    (tmp_path / "source.py").write_text(small.CALLBACKS)
+    flags = ["--batch-size", str(small.BATCH), "--learning-rate", str(RATE)]
+    model = small.plain(5)
+    source = "source"
+    if is_file:
+        source = str(tmp_path / "source.weights.h5")
+        model.save_weights(source)
+    else:
+        words = ["train", "--callbacks", "source.py", "--run-name", source, "--steps", "5"]
+        trained = engine.command(tmp_path, *words, *flags)
+        assert trained.returncode == 0, trained.stderr
+    words = ["train", "--run-name", "run", "--steps", "7", "--workers", "2", "--init-from", source]
+    outcome = engine.command(tmp_path, *words, *flags)
+    assert outcome.returncode == 0, outcome.stderr
+    expected = small.plain(7, model=model, optimizer=Lookahead(RATE))
+    saved = tf.train.Checkpoint(train_model=small.create_model())
+    saved.read(str(tmp_path / "runs" / "run" / "ckpt" / "ckpt-7")).expect_partial()
+    compare.assert_close(saved.train_model.weights, expected.weights)

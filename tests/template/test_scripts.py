@@ -13,7 +13,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from scripts.make_digits import FILE, make
-from scripts.tables import DOCS, TABLES
+from scripts.tables import DOCS, PAGES, TABLES
 from tests.helpers.rendering import ROOT
 
 NEEDED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
@@ -22,6 +22,8 @@ NEEDED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requir
 def test_the_tables_are_what_the_engine_says() -> None:
     for name, table in TABLES.items():
         assert table in (DOCS / name).read_text("utf-8"), "make generated"
+    for name, text in PAGES.items():
+        assert text == (DOCS / name).read_text("utf-8"), "make generated"
 
 
 def test_the_digits_are_what_the_script_makes(tmp_path: Path) -> None:

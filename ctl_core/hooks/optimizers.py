@@ -1,0 +1,52 @@
+"""Checks the optimizers that ``create_opt`` returned."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from ctl_core.hooks.hooks import Hook
+
+
+def refuse_loss_scales(hook: Hook, optimizers: Any) -> None:
+    """Refuses optimizers that divide gradients by a loss scale, since nothing multiplies the loss.
+
+    Args:
+        hook: ``create_opt``
+        optimizers: what it returned: an optimizer, pairs, or a dict
+
+    Raises:
+        SetupError: one of them does, or an optimizer that it is a wrapper of.
+    """
+    for optimizer in find_optimizers(optimizers):
+        name = type(optimizer).__name__
+        scale = getattr(optimizer, "loss_scale_factor", None)
+        cure = None
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            cure = "return its inner_optimizer"
+        elif scale not in (None, 1):
+            name += f" with loss_scale_factor={scale:g}"
+            cure = "leave the factor out"
+        if cure is not None:
+            raise hook.reject(
+                f"{name} divides gradients of a loss that nothing has scaled; {cure}. With "
+                "--precision float16 the engine scales the loss."
+            )
+
+
+def find_optimizers(value: Any) -> Iterator[Any]:
+    """Yields the optimizers in a value, and those that they hold: wrapped ones, and members."""
+    seen: dict[int, Any] = {}  # keeps the objects, so that no other object gets the same id
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        if isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)
+        elif hasattr(item, "apply_gradients") and not isinstance(item, type):
+            yield item
+            waiting.extend(getattr(item, "__dict__", {}).values())

@@ -1,0 +1,69 @@
+"""Files in which a pipeline caches its elements: ``dataset.cache(FILE)`` and ``dataset.snapshot``.
+
+TensorFlow writes such a file in the first pass. A process that is killed meanwhile leaves parts and
+a lock, with which the pipeline can be neither started nor resumed. The files are the user's: here,
+they are found and named, and nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import zlib
+
+import tensorflow as tf
+
+from ctl_core.cluster.sync import Cluster
+from ctl_core.compat import list_stages, read_cache_file
+from ctl_core.hooks.hooks import Hook
+
+
+def list_cache_files(dataset: tf.data.Dataset) -> list[str]:
+    """Returns the files that the stages of a pipeline cache elements in."""
+    return [file for file in map(read_cache_file, list_stages(dataset)) if file]
+
+
+def list_unfinished_caches(dataset: tf.data.Dataset) -> list[str]:
+    """Returns the cache files of a pipeline that are not complete yet."""
+    files = list_cache_files(dataset)
+    return [file for file in files if not tf.io.gfile.exists(f"{file}.index")]
+
+
+def has_snapshot(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a stage of a pipeline is a snapshot, whose position cannot be restored."""
+    return any("Snapshot" in type(stage).__name__ for stage in list_stages(dataset))
+
+
+def refuse_unfinished_caches(hook: Hook, dataset: tf.data.Dataset) -> None:
+    """Refuses a pipeline with a cache file that another process has not finished.
+
+    Raises:
+        SetupError: there are such files; the message names them.
+    """
+    for file in list_unfinished_caches(dataset):
+        leftovers = sorted(tf.io.gfile.glob(f"{file}_*"))
+        if leftovers:
+            named = f"{file}_*" if len(leftovers) > 4 else " ".join(leftovers)
+            raise hook.reject(
+                f"its cache file {file} is unfinished: another process is writing it, or was "
+                f"stopped. If none is running, delete {named} and start again."
+            )
+
+
+def refuse_shared_caches(hook: Hook, dataset: tf.data.Dataset, cluster: Cluster) -> None:
+    """Refuses a cache file that several processes of a cluster would write at once.
+
+    Every process has to call this.
+
+    Raises:
+        SetupError: two processes on one machine use the same file, and it is not complete.
+    """
+    files = list_unfinished_caches(dataset)
+    place = f"{platform.node()}:{sorted(map(os.path.abspath, files))}"
+    checksum = zlib.crc32(place.encode()) + 1 if files else 0
+    checksums = [int(value) for value in cluster.gather([checksum]).ravel() if value]
+    if len(set(checksums)) < len(checksums):
+        raise hook.reject(
+            f"several processes would write the cache file {files[0] if files else ''} at once; "
+            "name one for each process, such as f'cache-{os.getpid()}', or cache in memory."
+        )

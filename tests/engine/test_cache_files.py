@@ -1,0 +1,65 @@
+"""Pipelines that cache their elements in a file: what a stopped process leaves is named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.golden import compare, small
+from tests.helpers.cases import make_hooks
+from tests.helpers.project import Train
+
+EXAMPLES = small.EXAMPLES
+
+
+def cached_hooks(file: Path, kind: str = "cache", **more: Any) -> Any:
+    """Reads 100 examples by a cache or a snapshot, shuffled behind it, in batches of 16."""
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        examples = tf.data.Dataset.from_tensor_slices(small.data())
+        cached = getattr(examples, kind)(str(file))
+        return cached.shuffle(20, seed=3).batch(per_replica_batch_size, drop_remainder=True)
+
+    return make_hooks(create_dataset=create_dataset, create_opt=small.create_opt, **more)
+
+
+@pytest.mark.parametrize("kind", ["cache", "snapshot"])
+@pytest.mark.parametrize("stop", [3, 10])  # in the first pass, whose cache is not complete; later
+def test_resumed_run_has_the_weights_of_an_undisturbed_one(
+    train: Train, tmp_path: Path, kind: str, stop: int
+) -> None:
+    settings = {"batch_size": 16, "ckpt_every": 1}
+    whole = train(cached_hooks(tmp_path / "a", kind), steps=14, run_name="whole", **settings)
+    train(cached_hooks(tmp_path / "b", kind), steps=stop, run_name="parts", **settings)
+    resumed = train(cached_hooks(tmp_path / "b", kind), steps=14, run_name="parts", **settings)
+    compare.assert_same(resumed.train_model.weights, whole.train_model.weights)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_files_of_a_stopped_process_are_named(
+    train: Train, tmp_path: Path, evaluates: bool
+) -> None:
+    """Deleting the named files, once, lets the same command train."""
+    file = tmp_path / "cached"
+    hooks = cached_hooks(file)
+    if evaluates:
+        hooks = make_hooks(create_eval_dataset=hooks.create_dataset)
+    leftovers = [tmp_path / "cached_0.lockfile", tmp_path / "cached_0.data-00000-of-00001"]
+    for leftover in leftovers:
+        leftover.write_text("")
+    hook = "create_eval_dataset" if evaluates else "create_dataset"
+    with pytest.raises(ctl_core.SetupError, match=f"^{hook} .*cached is unfinished") as refused:
+        train(hooks, steps=2)
+    for leftover in leftovers:
+        assert str(leftover) in str(refused.value)
+        leftover.unlink()
+    assert train(hooks, steps=2).step == 2
+
+
+def test_complete_cache_is_read(train: Train, tmp_path: Path) -> None:
+    hooks = cached_hooks(tmp_path / "cached")
+    train(hooks, steps=9, run_name="first", batch_size=16)
+    assert (tmp_path / "cached.index").exists()
+    train(hooks, steps=9, run_name="second", batch_size=16)

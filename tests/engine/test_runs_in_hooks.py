@@ -1,0 +1,206 @@
+"""A run that a hook of another run loads or trains leaves no trace in that run."""
+
+import functools
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core import compat
+from ctl_core.hooks import recording
+from tests.golden import compare, engine, small
+
+engine.start_devices()
+
+
+@pytest.fixture
+def train_small(tmp_path: Path) -> engine.Train:
+    """``train_small(hooks, **settings)`` trains as ``small.plain`` does, for six steps."""
+    return functools.partial(engine.train, runs=tmp_path / "runs", **small.settings(6))
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> engine.Command:
+    """``command(*words)`` is ``python -m ctl_core WORDS`` in the test's folder."""
+    return engine.commands_here(tmp_path, monkeypatch, capfd)
+
+
+OTHER = """\
+import keras
+
+import ctl_core
+from tests.golden import small
+from tests.golden.small import create_dataset, create_loss, create_opt, update_pre
+
+every_steps = {}
+keras.config.set_dtype_policy("mixed_bfloat16")
+
+
+def create_model():
+    keras.random.uniform([])
+    return small.model_with(keras.layers.Dropout(0.2))
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path, command: engine.Command) -> Path:
+    """A run of another project, whose file sets Keras' policy, and which is deterministic."""
+    before = keras.config.dtype_policy()
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "callbacks.py").write_text(OTHER)
+    words = ("--steps=2", "--batch-size=16", "--run-name=a", "--deterministic")
+    project = ("--callbacks=other/callbacks.py", "--runs-dir=other/runs")
+    outcome = command("train", *words, *project)
+    keras.config.set_dtype_policy(before)
+    assert outcome.code == 0, outcome.err
+    return folder / "runs" / "a"
+
+
+def read_process_state() -> dict[str, Any]:
+    """What a run sets for the whole process, or draws from."""
+    numbers = random.getstate(), repr(np.random.get_state())
+    layer = keras.layers.Layer()
+    return {
+        "policy": keras.config.dtype_policy().name,
+        "random": numbers,
+        "name": layer.name.rpartition("_")[0] or layer.name,
+        "determinism": compat.is_op_determinism_enabled(),
+        "generator": id(compat.get_seed_generator()),
+        "step of summaries": tf.summary.experimental.get_step(),
+        "modules": sys.modules.get("callbacks"),
+        "path": list(sys.path),
+        "imported": [id(reference) for reference in recording.IMPORTED],
+        "signal": signal.getsignal(signal.SIGTERM),
+    }
+
+
+@pytest.mark.parametrize("hook", ["create_dataset", "every_steps", "after_eval"])
+def test_a_run_that_a_hook_loads_leaves_no_trace(
+    train_small: engine.Train, other: Path, hook: str
+) -> None:
+    """Weights, lines and files are those of a run without it, and the model is kept meanwhile."""
+    loaded: list[ctl_core.LoadedModel] = []
+
+    def load() -> None:
+        before = read_process_state()
+        loaded.append(ctl_core.load(other))
+        assert read_process_state() == before
+
+    def create_hooks(load: Any) -> Any:
+        hooks = small.hooks(create_eval_dataset=small.create_eval_dataset)
+
+        def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+            if hook == "create_dataset":
+                load()
+            return small.create_dataset(per_replica_batch_size)
+
+        def report(step: int, loss: Any) -> None:
+            ctl_core.report(step, loss=loss)
+            if hook == "every_steps":
+                load()
+
+        hooks.create_dataset = create_dataset
+        hooks.every_steps = {1: report}
+        hooks.after_eval = load if hook == "after_eval" else []
+        hooks.create_model = lambda: small.model_with(keras.layers.Dropout(0.2))
+        return hooks
+
+    settings = {"precision": "bfloat16", "eval_every": 2, "ckpt_every": 2}
+    whole = train_small(create_hooks(lambda: None), run_name="alone", **settings)
+    state = train_small(create_hooks(load), run_name="loads", **settings)
+    assert loaded and {*loaded[0].model.layers[0].compute_dtype.split()} == {"bfloat16"}
+    compare.assert_same(state.train_model.weights, whole.train_model.weights)
+    assert state.history == whole.history
+    assert [line["step"] for line in state.history if line["split"] == "train"] == [*range(1, 7)]
+    assert list(state.recording.variables) == list(whole.recording.variables)
+    assert len(state.recording.layers) == len(whole.recording.layers)
+
+
+def test_a_float32_run_is_loaded_in_float32_and_may_be_trained(train_small: engine.Train) -> None:
+    """Also where the hook's own run computes in less; a training within a hook leaves none, too."""
+    train_small(small.hooks(), steps=1, run_name="other")
+    seen: list[Any] = []
+
+    def compare_and_train(step: int) -> None:
+        before = read_process_state()
+        served = ctl_core.load(runs / "other", callbacks=small.hooks())
+        proxy = train_small(small.hooks(), steps=2, run_name=f"proxy-{step}")
+        seen.append((served.model.layers[0].compute_dtype, proxy.train_model))
+        assert read_process_state() == before
+
+    hooks = small.hooks(every_steps={3: compare_and_train})
+    runs = train_small(small.hooks(), steps=0, run_name="empty").run_dir.parent
+    state = train_small(hooks, precision="bfloat16", run_name="outer")
+    assert state.train_model.layers[0].compute_dtype == "bfloat16"
+    assert [dtype for dtype, _ in seen] == ["float32"] * 2
+    for _, proxy in seen:
+        compare.assert_close(proxy.weights, small.plain(2).weights)
+
+
+def test_where_no_run_can_be_loaded(train_small: engine.Train) -> None:
+    run = train_small(small.hooks(), steps=0, run_name="other").run_dir
+
+    def load_own(per_replica_batch_size: int) -> tf.data.Dataset:
+        ctl_core.load(run, callbacks=small.hooks(create_dataset=load_own))
+        return small.create_dataset(per_replica_batch_size)
+
+    def create_model() -> keras.Model:
+        return ctl_core.load(run, callbacks=small.hooks()).model
+
+    def input_pre(batch: Any) -> Any:
+        return ctl_core.load(run, callbacks=small.hooks())(batch[0])
+
+    refusals = {
+        r"^test_runs_in_hooks.py:\d+: .*other itself is being loaded": small.hooks(
+            create_dataset=load_own
+        ),
+        r"^test_runs_in_hooks.py:\d+: .*create_model.* --init-from": small.hooks(
+            create_model=create_model
+        ),
+        r"^input_pre \(test_runs_in_hooks.py:\d+\): .*a graph is traced": small.hooks(
+            input_pre=input_pre
+        ),
+    }
+    for words, hooks in refusals.items():
+        with pytest.raises(ctl_core.SetupError, match=words):
+            train_small(hooks)
+
+
+TEACHER = """
+import old
+
+TEACHER = ctl_core.load("runs/a", callbacks=old)
+
+
+def input_pre(batch):
+    return batch[0] + 0 * TEACHER.model(batch[0])
+"""
+
+
+def test_a_file_that_loads_its_own_run_is_refused_in_one_line(
+    tmp_path: Path, command: engine.Command
+) -> None:
+    words = ("train", "--batch-size=16", "--steps=1")
+    file = tmp_path / "callbacks.py"
+    file.write_text(small.CALLBACKS)
+    assert command(*words, "--run-name=a").code == 0
+    (tmp_path / "old.py").write_text(small.CALLBACKS)
+    file.write_text(f'{small.CALLBACKS}\nTEACHER = ctl_core.load("runs/a")  # here\n')
+    outcome = command(*words, "--run-name=b")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert outcome.err.count("callbacks.py:") == 1 and "--init-from" in outcome.err
+    assert engine.locate(file.read_text())[0] in outcome.err
+
+    file.write_text(f"{small.CALLBACKS}\n{TEACHER}")
+    outcome = command(*words, "--run-name=c", "--virtual-devices=2")
+    assert outcome.code == 0, outcome.err

@@ -1,0 +1,157 @@
+"""A run depends on what the hooks of the data return, never on how they are written."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from tests.golden import compare, engine, small
+from tests.golden.uneven_batches import (
+    LAST,
+    SEED,
+    assert_trained,
+    batches_of,
+    shuffled,
+    train_on,
+    train_plainly,
+)
+
+STEPS = 5  # into the second pass
+
+
+# ---- The defaults, written in other ways -------------------------------------------------------
+
+
+def count_examples(batch: Any) -> Any:
+    return ctl_core.leading_dimension(batch)
+
+
+def make_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    return dataset
+
+
+def count_in_steps(batch: Any) -> Any:
+    """Counts the examples of a batch."""
+    inputs, _ = batch
+    number_of_rows = tf.shape(inputs)[0]
+    return number_of_rows
+
+
+def return_by_another_name(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Changes nothing."""
+    batches = dataset
+    return batches
+
+
+SPELLINGS: dict[str, dict[str, Callable[..., Any]]] = {
+    "written out": {"count_examples": count_examples, "make_batches": make_batches},
+    "refactored": {
+        "count_examples": count_in_steps,
+        "make_batches": return_by_another_name,
+    },
+    "lambdas": {
+        "count_examples": lambda batch: (
+            len(batch[1]) if tf.executing_eagerly() else tf.shape(batch[1])[0]
+        ),
+        "make_batches": lambda dataset: dataset,
+    },
+}
+
+
+@LAST
+@pytest.mark.parametrize("devices", [1, 3])
+def test_spelling_of_defaults_changes_nothing(
+    train: engine.Train, devices: int, last_batch: str
+) -> None:
+    """The weights are the same bit for bit, and so are the specifications and the traces."""
+
+    def run(name: str, hooks_of_data: dict[str, Callable[..., Any]]) -> tuple[Any, int]:
+        traces = 0
+
+        def input_pre(batch: Any) -> Any:
+            nonlocal traces
+            traces += 1
+            return batch[0]
+
+        hooks = small.hooks(
+            create_dataset=lambda: shuffled(100).batch(7), input_pre=input_pre, **hooks_of_data
+        )
+        more = {"steps": STEPS, "last_batch": last_batch, "run_name": name.replace(" ", "-")}
+        return train_on(train, hooks, devices, 32, **more), traces
+
+    keras.utils.set_random_seed(SEED)  # A shuffle is seeded where it is defined.
+    default, traces = run("left out", {})
+    batches = batches_of(shuffled(100), 32, last_batch)
+    plain_hooks = small.hooks(input_pre=lambda batch: batch[0])
+    assert_trained(default, train_plainly(plain_hooks, STEPS, batches))
+    for name, hooks_of_data in SPELLINGS.items():
+        state, its_traces = run(name, hooks_of_data)
+        compare.assert_same(state.train_model.weights, default.train_model.weights)
+        assert its_traces == traces, name
+        assert state.data.dataset.element_spec == default.data.dataset.element_spec, name
+        assert state.data.share_spec == default.data.share_spec, name
+
+
+# ---- Elements that contradict the first --------------------------------------------------------
+
+
+def make_graphs(sizes: list[int]) -> tf.data.Dataset:
+    """Elements of 8 graphs, which have as many nodes in all as ``sizes`` say."""
+    random = tf.random.Generator.from_seed(1)
+    elements = [(random.normal([size, small.FEATURES]), tf.zeros([8, 1])) for size in sizes]
+    spec = (tf.TensorSpec([None, small.FEATURES]), tf.TensorSpec([None, 1]))
+    return tf.data.Dataset.from_generator(lambda: iter(elements), output_signature=spec)
+
+
+def test_element_that_contradicts_the_first_is_refused(train: engine.Train) -> None:
+    """The first element has a node for each graph: rows, as far as one can tell."""
+    hooks = small.hooks(
+        create_dataset=lambda: make_graphs([8, 8, 8, 11, 8]),
+        count_examples=lambda batch: tf.shape(batch[1])[0],
+    )
+    message = r"^create_dataset \(test_data_hooks.py:\d+\): count_examples returns 8 .*first"
+    with pytest.raises(ctl_core.CtlError, match=message) as refusal:
+        train(hooks, batch_size=8, steps=8)
+    assert "\n" not in str(refusal.value)
+
+
+def test_element_that_contradicts_the_default_is_refused(train: engine.Train) -> None:
+    hooks = small.hooks(create_dataset=lambda: make_graphs([8, 8, 8, 11, 8]))
+    message = r"^create_dataset .*differ in their first dimension.*batch\[1\]"
+    with pytest.raises(ctl_core.CtlError, match=message):
+        train(hooks, batch_size=8, steps=8)
+
+
+def select_rows(dataset: tf.data.Dataset, per_replica_batch_size: int) -> tf.data.Dataset:
+    """Batches whose last entries have a row only where the first feature is positive."""
+
+    def select(inputs: tf.Tensor, target: tf.Tensor) -> Any:
+        is_selected = inputs[:, 0] > 0
+        selected = (tf.boolean_mask(inputs, is_selected), tf.boolean_mask(target, is_selected))
+        return inputs, (target, target), selected
+
+    return dataset.batch(per_replica_batch_size, drop_remainder=True).map(select)
+
+
+def test_refusal_names_make_batches_and_a_cure_that_works(train: engine.Train) -> None:
+    examples = tf.data.Dataset.from_tensor_slices(small.data(96))
+    hooks = small.hooks(
+        create_dataset=lambda: examples,
+        make_batches=select_rows,
+        input_pre=lambda batch: batch[0],
+        loss_pre=lambda output, batch: (output, batch[1][0]),
+    )
+    with pytest.raises(ctl_core.SetupError, match=r"^make_batches ") as refusal:
+        train(hooks, batch_size=8, steps=5)
+    cure = re.search(r"def count_examples\(batch\): return .*?\[0\](?=[.,;]|$)", str(refusal.value))
+    assert cure, str(refusal.value)
+    names: dict[str, Any] = {"tf": tf}
+    exec(cure[0], names)
+    hooks.count_examples = names["count_examples"]
+    state = train_on(train, hooks, 1, 8, steps=5, run_name="cured")
+    batches = iter(select_rows(examples.repeat(), 8))
+    assert_trained(state, train_plainly(hooks, 5, batches))
