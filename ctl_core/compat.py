@@ -85,6 +85,11 @@ def flatten_layers(model: Any) -> list[keras.Layer]:
     return list(model._flatten_layers()) if isinstance(model, keras.Layer) else []
 
 
+def read_added_losses(layer: keras.Layer) -> list[Any]:
+    """Returns what ``add_loss`` of the layer itself was called with since the model was called."""
+    return list(layer._losses or ())
+
+
 def read_rate(optimizer: Any) -> Any:
     """Returns the schedule or variable that a Keras optimizer was given; of any other, None."""
     return optimizer._learning_rate if isinstance(optimizer, keras.Optimizer) else None

@@ -372,10 +372,15 @@ def check_written(state: State, graph: tf.Graph) -> None:
     """
     unsaved = [*_find_unsaved_variables(state, graph), *_find_unsaved_tables(state, graph)]
     if unsaved:
-        raise SetupError(
-            f"the step writes {unsaved[0]}, which was made outside of the hooks, and is in no "
-            "checkpoint; make variables in create_model, return lookup tables from create_ckpt."
-        )
+        raise reject_unsaved(unsaved[0])
+
+
+def reject_unsaved(name: str) -> SetupError:
+    """Returns the error for a variable or a table that a step writes and no checkpoint holds."""
+    return SetupError(
+        f"the step writes {name}, which was made outside of the hooks, and is in no checkpoint; "
+        "make variables in create_model, return lookup tables from create_ckpt."
+    )
 
 
 def _find_unsaved_variables(state: State, graph: tf.Graph) -> list[str]:

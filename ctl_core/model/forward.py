@@ -80,12 +80,13 @@ def compute_loss(
     context: ForwardContext, batch: Batch, output: ModelOutput, training: bool
 ) -> Structure:
     """Returns the result of ``train_loss`` for the model's output, in float32."""
-    training = training and not context.quiet
+    # Also of a quiet step, loss_pre gets a training batch, which may differ from evaluation's.
     loss_input = context.hooks.loss_pre.trace(
         output=output, batch=batch, training=training, **context.hook_values()
     )
     train_loss = context.components.train_loss
-    loss = call_made(context.hooks.create_loss, call_trained, train_loss, loss_input, training)
+    with_noise = training and not context.quiet
+    loss = call_made(context.hooks.create_loss, call_trained, train_loss, loss_input, with_noise)
     return cast_to_float32(loss)
 
 

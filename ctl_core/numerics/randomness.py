@@ -63,6 +63,20 @@ def _draws(node: Any) -> bool:
     return "dropout" not in node.attr or node.attr["dropout"].f != 0.0
 
 
+def is_noise_of_replica(op: tf.Operation) -> bool:
+    """Returns whether an op draws random numbers that may differ between replicas.
+
+    Stateless ops draw the same numbers everywhere if nothing in their shape depends on the rows of
+    a replica. Those of Keras are stateless, too: their seeds are variables.
+    """
+    kinds = ("Random", "Truncated", "Multinomial", "RngReadAndSkip", "Stateful")
+    if not any(kind in op.type for kind in kinds) or op.type.endswith("PartitionedCall"):
+        return False
+    if "Stateless" not in op.type:
+        return True
+    return not all(output.shape.is_fully_defined() for output in op.outputs)
+
+
 @contextmanager
 def keep_seeds() -> Iterator[None]:
     """Restores the random states of Python, NumPy, TensorFlow and Keras afterwards.

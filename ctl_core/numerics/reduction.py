@@ -64,22 +64,29 @@ def _fix_shape(value: Gradient) -> Gradient:
 
 
 def _merge_rows(compiled: bool, gradient: Gradient) -> Gradient:
-    """Adds up the rows of a sparse gradient that belong to one index."""
+    """Adds up the rows of a sparse gradient that belong to one index, in their order.
+
+    The order matters: replicas whose sums are rounded in different ways would drift apart.
+    """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     indices = gradient.indices
-    if compiled:  # XLA's own tf.unique takes several times a step's time
-        places, shape = tf.range(tf.size(indices)), tf.get_static_value(gradient.dense_shape)
+    if compiled:  # XLA's own tf.unique takes several times as long as a step
+        places = tf.range(tf.size(indices))
+        shape = tf.get_static_value(gradient.dense_shape)
         firsts = tf.fill(shape[:1], tf.size(indices))
         rows = tf.gather(tf.tensor_scatter_nd_min(firsts, indices[:, None], places), indices)
-        found = tf.where(rows == places, indices, tf.cast(shape[0], indices.dtype))
+        unique = tf.where(rows == places, indices, tf.cast(shape[0], indices.dtype))
         values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(indices))
-    else:  # in their order: on a GPU, others take rows as they come, and replicas would drift apart
-        found, rows = tf.unique(indices)
+        return tf.IndexedSlices(values, unique, gradient.dense_shape)
+    unique, rows = tf.unique(indices)
+    if tf.config.list_logical_devices("GPU"):  # there, an unsorted sum takes rows in any order
         order = tf.argsort(rows, stable=True)
         ordered = tf.gather(rows, order)
-        values = tf.sparse.segment_sum(gradient.values, order, ordered, tf.size(found))
-    return tf.IndexedSlices(values, found, gradient.dense_shape)
+        values = tf.sparse.segment_sum(gradient.values, order, ordered, tf.size(unique))
+    else:
+        values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(unique))
+    return tf.IndexedSlices(values, unique, gradient.dense_shape)
 
 
 def multiply(values: Structure, factor: tf.Tensor) -> Structure:

@@ -39,6 +39,14 @@ def test_written_resources() -> None:
     assert {id(handle) for handle in handles} == {id(written.handle), id(deep.handle)}
 
 
+def test_added_losses_are_those_of_the_layer_itself() -> None:
+    layer = keras.layers.ActivityRegularization(l1=1.0)
+    model = keras.Sequential([keras.layers.Dense(1, kernel_regularizer="l2"), layer])
+    assert compat.read_added_losses(layer) == []
+    model(tf.ones([2, 3]))
+    assert [len(compat.read_added_losses(each)) for each in (model, *model.layers)] == [0, 0, 1]
+
+
 def test_replicas_have_losses_of_their_own() -> None:
     """The first replica's are there when the second one has called the layer, too."""
     layer = keras.layers.ActivityRegularization(l1=1.0)

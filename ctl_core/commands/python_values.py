@@ -1,0 +1,408 @@
+"""Finds Python values that a host hook changes, and graphs that keep the values from before.
+
+A number in Python that a graph hook reads becomes a constant when the graph is traced. If a host
+hook changes it later, the graph does not notice. Found are global variables, closure cells, default
+arguments and attributes of functions, attributes of the model and its layers, and ``hparams``; and
+what dicts, lists and plain objects in these places hold. Whatever is reachable only through further
+objects is not found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.compat import add_called_ops
+from ctl_core.evaluation.evaluate import define_run_steps
+from ctl_core.graph import StepFunctions
+from ctl_core.hooks.hooks import Hook
+from ctl_core.model.state import State
+from ctl_core.run.errors import NOT_THE_USERS, quote, read_frames
+
+_SIMPLE = (bool, int, float, complex, str, bytes, np.generic, np.ndarray, type(None))
+_MOST_ELEMENTS = 10_000  # of an array, a list or a dict; larger ones are data
+
+Values: TypeAlias = dict[tuple[int, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A place in Python that holds a simple value.
+
+    Attributes:
+        name: as messages show it, such as ``SETTINGS['beta']``
+        owner: a closure cell, dict, list, or object with attributes
+        key: of the dict or list, or the name of the attribute
+    """
+
+    name: str
+    owner: Any
+    key: Any = None
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """Identifies the place among all places."""
+        return id(self.owner), self.key
+
+    def read(self) -> Any:
+        """Returns the value."""
+        if isinstance(self.owner, types.CellType):
+            return self.owner.cell_contents
+        if isinstance(self.owner, dict | list):
+            return self.owner[self.key]
+        return getattr(self.owner, self.key)
+
+    def write(self, value: Any) -> None:
+        """Assigns the value; an array stays the same object, which others may hold, too."""
+        present = self.read()
+        are_arrays = isinstance(present, np.ndarray) and isinstance(value, np.ndarray)
+        if are_arrays and present.shape == value.shape and present.dtype == value.dtype:
+            present[...] = value
+        else:
+            self._assign(value)
+
+    def _assign(self, value: Any) -> None:
+        if isinstance(self.owner, types.CellType):
+            self.owner.cell_contents = value
+        elif isinstance(self.owner, dict | list):
+            self.owner[self.key] = value
+        else:
+            setattr(self.owner, self.key, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class DefaultArgument(Place):
+    """The default of a function's argument; the function is the owner, its key the argument."""
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """Identifies the place among all places."""
+        return id(self.owner), ("default", self.key)
+
+    def read(self) -> Any:
+        """Returns the default."""
+        return inspect.signature(self.owner, follow_wrapped=False).parameters[self.key].default
+
+    def _assign(self, value: Any) -> None:
+        if self.key in (self.owner.__kwdefaults__ or {}):
+            self.owner.__kwdefaults__[self.key] = value
+            return
+        parameters = inspect.signature(self.owner, follow_wrapped=False).parameters.values()
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.owner.__defaults__ = tuple(
+            value if parameter.name == self.key else parameter.default
+            for parameter in parameters
+            if parameter.kind in positional and parameter.default is not parameter.empty
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A value that a host hook has changed.
+
+    Attributes:
+        hook: the host hook
+        place: of the value
+        is_new: whether the place held nothing before
+        old: the value before
+        new: the value afterwards
+    """
+
+    hook: Hook
+    place: Place
+    is_new: bool
+    old: Any
+    new: Any
+
+
+class ValueWatch:
+    """Notices the Python values that a hook changes.
+
+    Attributes:
+        hook: the host hook
+    """
+
+    def __init__(self, hook: Hook, shared_places: Callable[[], Iterable[Place]]) -> None:
+        """Reads all values; ``shared_places`` lists the places that are no function's."""
+        self.hook = hook
+        self._shared_places = shared_places
+        self._before = {place.identity: copy_value(place.read()) for place in self._list_places()}
+
+    def list_changes(self) -> list[Change]:
+        """Returns the values that were changed since the watch began."""
+        changes = []
+        for place in self._list_places():
+            new = place.read()
+            is_new = place.identity not in self._before
+            if is_new and isinstance(place.owner, list):  # a list of results grows
+                continue
+            old = self._before.get(place.identity)
+            if is_new or not are_equal(old, new):
+                changes.append(Change(self.hook, place, is_new, old, copy_value(new)))
+        return changes
+
+    def _list_places(self) -> Iterator[Place]:
+        yield from list_function_places(self.hook.function)
+        yield from self._shared_places()
+
+
+def copy_value(value: Any) -> Any:
+    """Returns a simple value that a later change in place does not reach."""
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Returns whether two simple values are the same, NaN included."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+def is_simple(value: Any) -> bool:
+    """Returns whether a value is a number, a text, a small array, or a tuple of such."""
+    if isinstance(value, tuple):
+        return all(map(is_simple, value))
+    if isinstance(value, np.ndarray):
+        return value.size <= _MOST_ELEMENTS and value.dtype != object
+    return isinstance(value, _SIMPLE)
+
+
+def list_function_places(function: Any) -> Iterator[Place]:
+    """Yields the places that a function reads or writes, with those of functions it calls."""
+    seen: dict[int, Any] = {}
+    waiting = [function]
+    while waiting:
+        function = waiting.pop()
+        if id(function) in seen:
+            continue
+        seen[id(function)] = function
+        if isinstance(function, functools.partial):
+            waiting.append(function.func)
+            yield from list_held("", function.keywords)
+        elif isinstance(function, types.MethodType):
+            waiting.append(function.__func__)
+            yield from list_attributes("", function.__self__)
+        elif isinstance(function, types.FunctionType):
+            if not is_of_library(function.__code__.co_filename):
+                waiting += list_callees(function)
+                yield from list_places_of(function)
+        elif callable(function) and not isinstance(function, type):
+            waiting.append(type(function).__call__)
+            yield from list_attributes("", function)
+
+
+def list_places_of(function: types.FunctionType) -> Iterator[Place]:
+    """Yields the places of one function."""
+    for name in list_names(function.__code__):
+        if name in function.__globals__:
+            yield from list_place(name, function.__globals__, name)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is empty
+            yield from list_place(name, cell, None)
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    for parameter in parameters:
+        if is_simple(parameter.default):
+            yield DefaultArgument(parameter.name, function, parameter.name)
+        elif parameter.default is not parameter.empty:
+            yield from list_held(parameter.name, parameter.default)
+    for name in vars(function):
+        yield from list_place(f"{function.__name__}.{name}", function, name)
+
+
+def list_callees(function: types.FunctionType) -> list[Any]:
+    """Returns the functions that a function can call by a global name or from its closure."""
+    names = list_names(function.__code__)
+    values = [function.__globals__[name] for name in names if name in function.__globals__]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            values.append(cell.cell_contents)
+    callees = [getattr(function, "__wrapped__", None), *values]
+    kinds = (types.FunctionType, types.MethodType, functools.partial)
+    return [callee for callee in callees if isinstance(callee, kinds)]
+
+
+def list_names(code: types.CodeType) -> list[str]:
+    """Returns the global names in the code of a function and of the functions inside it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    names = [*code.co_names, *itertools.chain.from_iterable(map(list_names, inner))]
+    return list(dict.fromkeys(names))
+
+
+def is_of_library(file_name: str) -> bool:
+    """Returns whether a source file is not the user's."""
+    return any(part in file_name for part in NOT_THE_USERS)
+
+
+def list_place(name: str, owner: Any, key: Any) -> Iterator[Place]:
+    """Yields a place, or the places inside the dict, list or plain object that it holds."""
+    place = Place(name, owner, key)
+    value = place.read()
+    if is_simple(value):
+        yield place
+    else:
+        yield from list_held(name, value)
+
+
+def list_held(name: str, value: Any) -> Iterator[Place]:
+    """Yields the places of simple values in a dict, a list or a plain object."""
+    if isinstance(value, dict | list):
+        if len(value) > _MOST_ELEMENTS:
+            return
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, element in list(items):
+            if is_simple(element):
+                yield Place(f"{name}[{key!r}]" if name else str(key), value, key)
+    elif is_plain_object(value):
+        yield from list_attributes(name, value)
+
+
+def is_plain_object(value: Any) -> bool:
+    """Returns whether a value is an object, or a class, of the user's code."""
+    if isinstance(value, keras.Layer | tf.Module | types.ModuleType | types.FunctionType):
+        return False
+    kind = value if isinstance(value, type) else type(value)
+    if kind is types.SimpleNamespace:
+        return True
+    if kind.__module__ == "builtins":
+        return False
+    file_name = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file_name is None or not is_of_library(file_name)
+
+
+def list_attributes(name: str, owner: Any) -> Iterator[Place]:
+    """Yields the attributes of an object, or of a class, that hold simple values."""
+    prefix = f"{name}." if name else ""
+    for attribute, value in list(getattr(owner, "__dict__", {}).items()):
+        if is_simple(value) and not attribute.startswith("__"):
+            yield Place(prefix + attribute, owner, attribute)
+
+
+def list_graph_places(state: State) -> list[Place]:
+    """Returns the places in graph hooks, the model, its layers, the loss and ``hparams``."""
+    places = list(list_held("hparams", state.hooks.create_model.common["hparams"]))
+    for function in (state.train_loss, *(hook.function for hook in state.hooks.list_graph_hooks())):
+        places += list_function_places(function)
+    owners = {"train_model": state.train_model}
+    owners |= {f"the layer {layer.name!r}": layer for layer in state.recording.layers}
+    for name, owner in owners.items():
+        places += list_object_places(name, owner)
+    return list({place.identity: place for place in reversed(places)}.values())
+
+
+def list_object_places(name: str, owner: Any) -> Iterator[Place]:
+    """Yields the places in the attributes of a model or a layer, without those of Keras."""
+    for attribute, value in list(getattr(owner, "__dict__", {}).items()):
+        if attribute in _list_keras_attributes():
+            continue
+        if is_simple(value):
+            yield Place(f"{name}.{attribute}", owner, attribute)
+        elif isinstance(value, dict | list) and not attribute.startswith("_"):
+            yield from list_held(f"{name}.{attribute}", value)
+
+
+@functools.cache
+def _list_keras_attributes() -> frozenset[str]:
+    """Returns the attributes that every Keras layer or model has."""
+    return frozenset({*vars(keras.Layer()), *vars(keras.Model())})
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenValue:
+    """A changed value that a graph has as it was before.
+
+    Attributes:
+        change: the change
+        reader: the hook of the graph that reads the value, and the line; None if it is in no hook
+    """
+
+    change: Change
+    reader: str | None
+
+    def __str__(self) -> str:
+        change = self.change
+        reader = self.reader or "the model"
+        return (
+            f"{change.hook}: changes {change.place.name} from {quote(change.old, 40)} to "
+            f"{quote(change.new, 40)}, but {reader} has read it when the graph was traced, so "
+            f"every step uses {quote(change.old, 40)}; make it a tf.Variable in create_model, and "
+            "assign to that."
+        )
+
+
+def find_frozen_values(state: State, changes: Iterable[Change]) -> list[FrozenValue]:
+    """Returns the changed values on which the graphs of the run depend.
+
+    For each value, graphs are traced with the old and with the new one, and compared. Nothing is
+    traced if nothing has changed.
+    """
+    by_place: dict[tuple[int, Any], Change] = {}
+    for change in changes:
+        if change.is_new:
+            continue
+        first = by_place.get(change.place.identity, change)
+        by_place[change.place.identity] = dataclasses.replace(change, old=first.old)
+    changed = [each for each in by_place.values() if not are_equal(each.old, each.new)]
+    if not changed:
+        return []
+    with_new = trace_all(state)
+    if _compare_with_old(state, changed, with_new) is None:
+        return []
+    frozen = []
+    for change in changed:
+        difference = _compare_with_old(state, [change], with_new)
+        if difference is not None:
+            reader = state.hooks.find_owner(read_frames(difference))
+            frozen.append(FrozenValue(change, reader))
+    return frozen
+
+
+def _compare_with_old(
+    state: State, changes: list[Change], with_new: list[tf.Operation]
+) -> tf.Operation | None:
+    """Returns the first op that is another one if the values are the old ones."""
+    try:
+        for change in changes:
+            change.place.write(copy_value(change.old))
+        return find_difference(trace_all(state), with_new)
+    finally:
+        for change in changes:
+            change.place.write(copy_value(change.new))
+
+
+def trace_all(state: State) -> list[tf.Operation]:
+    """Traces a step and the evaluation anew, and returns their ops."""
+    functions = StepFunctions(state, tf.summary.create_noop_writer())
+    functions.trace()
+    operations = list(functions.list_operations())
+    if state.evaluation is not None:
+        for evaluation_set in state.evaluation.sets.values():
+            run_steps = define_run_steps(state.components, evaluation_set)
+            graph = run_steps.get_concrete_function().graph
+            operations += add_called_ops(graph.get_operations())
+    return operations
+
+
+def find_difference(
+    one: Iterable[tf.Operation], other: Iterable[tf.Operation]
+) -> tf.Operation | None:
+    """Returns the first op that is not the same in two graphs; None if all are."""
+    for first, second in itertools.zip_longest(one, other):
+        if first is None or second is None or describe_op(first) != describe_op(second):
+            return second if first is None else first
+    return None
+
+
+def describe_op(op: tf.Operation) -> tuple[str, Any]:
+    """Returns the type of an op and, if it is a constant, its value."""
+    return op.type, op.get_attr("value") if op.type == "Const" else None
