@@ -242,6 +242,7 @@ class _Builder:
                 written=traced.written,
                 drawing_layers=traced.drawing_layers,
                 scalar_losses=traced.scalar_losses,
+                unchanged_losses=traced.unchanged_losses,
                 loss_metrics=self._create_loss_metrics(traced.logged),
                 compile_with_xla=config.jit_compile,
                 loss_scale=loss_scale,
@@ -372,6 +373,9 @@ class _Builder:
             written=self._find_written(graph, forward),
             drawing_layers=find_drawing_layers(recording.layers, self._find_drawn(graph)),
             scalar_losses=frozenset(name for name, objective in objectives if objective.is_scalar),
+            unchanged_losses=frozenset(
+                name for name, objective in objectives if objective.has_unchanged_loss
+            ),
             logged=[name for _, objective in objectives for name in objective.logged],
         )
 
@@ -493,11 +497,8 @@ class _Builder:
         return optimizer, optimizers
 
     def _trace_update(self, components: Components) -> None:
-        """Runs the user's ``update_pre`` on placeholders, so that its variables exist."""
-        hook = self.hooks.update_pre
-        if hook.is_default:
-            return
-        kept = frozenset(PIECES) & {*hook.arguments}
+        """Runs ``update_pre`` on placeholders, so that its variables exist."""
+        kept = frozenset(PIECES) & {*self.hooks.update_pre.arguments}
         with self._scratch("update_pre") as (_, batch):
             for turn in TraceContext(components).list_turns():
                 contribution, variables = forward_backward(turn, 1, kept, Share(batch))
@@ -531,6 +532,7 @@ class TracedForward(NamedTuple):
         written: the variables that the forward pass writes
         drawing_layers: the kinds of layers that draw random numbers
         scalar_losses: the objectives whose loss is one number for a batch
+        unchanged_losses: the objectives whose loss ``grad_pre`` returned as it was given it
         logged: the names of the logged parts of the loss
     """
 
@@ -539,6 +541,7 @@ class TracedForward(NamedTuple):
     written: tuple[WrittenVariable, ...]
     drawing_layers: list[str]
     scalar_losses: frozenset[str]
+    unchanged_losses: frozenset[str]
     logged: list[str]
 
 

@@ -162,7 +162,7 @@ def update_once(
         contribution,
         summed,
     )
-    flags = replicas.run(partial(note_flags, context), contribution, summed)
+    flags = replicas.run(partial(note_flags, context), contribution, summed, updates)
     apply_updates(context, replicas, variables, summed, updates)
     return StepResult(
         loss=summed.loss,
@@ -373,14 +373,19 @@ def _check_shapes(context: StepContext, update: Gradients, variables: list[Varia
 
 
 def note_flags(
-    context: StepContext, contribution: Contribution, summed: Contribution
+    context: StepContext, contribution: Contribution, summed: Contribution, updates: Updates
 ) -> FiniteFlags:
-    """Returns whether the loss of a replica is finite, and whether its gradients are numbers."""
-    components = context.components
-    # The default update_pre turns NaN into 0; with a loss scale, such an update is skipped.
-    checks_gradients = context.hooks.update_pre.is_default and components.loss_scale is None
-    checked = itertools.chain(*summed.gradients.values()) if checks_gradients else ()
-    return FiniteFlags(are_losses_finite(contribution.loss), are_numbers(checked))
+    """Returns whether the loss of a replica is finite, and whether ``update_pre`` hid no NaN."""
+    loss_is_finite = are_losses_finite(contribution.loss)
+    if context.components.loss_scale is not None:  # an update with NaN is skipped
+        return FiniteFlags(loss_is_finite, no_nan_removed=tf.constant(True))
+    received = itertools.chain(*summed.gradients.values())
+    applied = list(itertools.chain(*updates.applied.values()))
+    # The applied gradients are searched only if there was NaN to remove, which is rare.
+    no_nan_removed = tf.cond(
+        are_numbers(received), lambda: tf.constant(True), lambda: ~are_numbers(applied)
+    )
+    return FiniteFlags(loss_is_finite, no_nan_removed)
 
 
 def apply_updates(

@@ -38,7 +38,7 @@ from ctl_core.run.settings import Config
 DEVICES = 3
 TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 3e-2
-FETCHES = frozenset({"loss", "update_gradients", "output", "variables"})
+FETCHES = frozenset({"loss", "gradients", "update_gradients", "output", "variables"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +80,22 @@ LOSS = Kind("loss", ("grad_pre", "create_loss"), _NO_SUM, ("variable", "output")
 LOGGED = Kind(
     "part of the loss", ("grad_pre",), "give it one number per example", ("variable", "output")
 )
-UPDATE = Kind(
-    "update",
-    ("update_pre", "grad_pre", "create_loss"),
+GRADIENT = Kind(
+    "gradient",
+    ("grad_pre", "create_loss"),
     _EXCHANGE,
     ("variable", "output", "extra loss", "loss"),
 )
+UPDATE = Kind("update", ("update_pre",), _EXCHANGE, (*GRADIENT.follows, "gradient"))
 TRAIN_METRIC = Kind("train metric", ("train_metric_pre",), _METRIC, ("variable", "output", "loss"))
 EVAL_LOSS = Kind(
     "loss of an evaluation", ("eval_pre", "create_loss"), _NO_SUM, ("output", "extra loss", "loss")
 )
 METRIC = Kind("metric", ("metric_pre",), _METRIC, ("output",))
 # In the order in which a step computes them: a value that differs makes later ones differ.
-ORDER = (VARIABLE, OUTPUT, EXTRA_LOSS, LOSS, LOGGED, UPDATE, TRAIN_METRIC, EVAL_LOSS, METRIC)
+ORDER = (
+    VARIABLE, OUTPUT, EXTRA_LOSS, LOSS, LOGGED, GRADIENT, UPDATE, TRAIN_METRIC, EVAL_LOSS, METRIC,
+)  # fmt: skip
 
 # The values of one moment by kind and name. A value has a component for each replica that may have
 # its own, and one component otherwise.
@@ -493,18 +496,19 @@ def read_variables(state: State, exact: bool) -> Iterator[tuple[tuple[Kind, str]
 
 
 def read_step(state: State, fetched: dict[str, Any]) -> Values:
-    """Returns the values of a step: outputs, losses, updates and train metrics."""
+    """Returns the values of a step: outputs, losses, gradients, updates and train metrics."""
     values: Values = dict(read_outputs(state, fetched["output"]))
     results = read_results(state.components.list_logged_metrics())
     values |= read_losses(state, by_objective(fetched["loss"]), results.scalars)
     for name, array in results.arrays.items():
         values[TRAIN_METRIC, name] = [array]
     variables = by_objective(fetched["variables"])
-    for objective, updates in by_objective(fetched["update_gradients"]).items():
-        for variable, update in zip(variables[objective], updates, strict=True):
-            if update is not None:
-                number = tf.convert_to_tensor(update).numpy()
-                values[UPDATE, name_variable(variable)] = [number]
+    for kind, fetch in ((GRADIENT, "gradients"), (UPDATE, "update_gradients")):
+        for objective, gradients in by_objective(fetched[fetch]).items():
+            for variable, gradient in zip(variables[objective], gradients, strict=True):
+                if gradient is not None:
+                    array = tf.convert_to_tensor(gradient).numpy()
+                    values[kind, name_variable(variable)] = [array]
     return values
 
 
@@ -587,15 +591,15 @@ def compare_values(
     one: Values, other: Values, tolerance: float, gradient_tolerance: float
 ) -> list[Difference]:
     """Returns the values that differ by more than rounding, see ``find_pair``."""
-    updates = [components[0] for (kind, _), components in one.items() if kind is UPDATE]
-    steepest = max((float(np.abs(update).max(initial=0)) for update in updates), default=0.0)
+    steepest = {
+        kind: max((find_largest(one[key][0]) for key in one if key[0] is kind), default=0.0)
+        for kind in (GRADIENT, UPDATE)
+    }
     differences = []
     for (kind, name), (number, *_) in one.items():
-        least = 1.0
-        relative = tolerance
-        if kind is UPDATE:
-            least = steepest
-            relative = gradient_tolerance
+        is_gradient = kind in steepest
+        relative = gradient_tolerance if is_gradient else tolerance
+        least = steepest.get(kind, 1.0)
         for component in other.get((kind, name), []):
             pair = find_pair(number, component, relative, least)
             if pair is not None:
@@ -618,12 +622,17 @@ def find_pair(one: Any, other: Any, tolerance: float, least: float) -> tuple[str
         kind = complex if np.iscomplexobj(one) else float
         one = one.astype(kind)
         other = other.astype(kind)
-        rounding = tolerance * max(float(np.nan_to_num(np.abs(one)).max(initial=0)), least)
+        rounding = tolerance * max(find_largest(one), least)
     equal = np.isclose(one, other, rtol=0, atol=rounding, equal_nan=True)
     if equal.all():
         return None
     first = tuple(np.argwhere(~equal)[0])
     return f"{one[first]:.6g}", f"{other[first]:.6g}"
+
+
+def find_largest(array: np.ndarray) -> float:
+    """Returns the largest absolute value of an array, in which NaN counts as 0."""
+    return float(np.nan_to_num(np.abs(array)).max(initial=0))
 
 
 def describe_differences(
@@ -656,8 +665,14 @@ def find_blamed(measurement: Measurement, kind: Kind) -> Hook:
     hooks = measurement.state.hooks
     if kind is EXTRA_LOSS and measurement.adding_layers:
         return hooks.create_model
-    candidates: list[Hook] = [getattr(hooks, name) for name in kind.hooks]
-    return next((hook for hook in candidates if not hook.is_default), candidates[-1])
+    components = measurement.state.components
+    changes_loss = components.optimizers.keys() != components.unchanged_losses
+    for name in kind.hooks[:-1]:
+        hook: Hook = getattr(hooks, name)
+        if hook.is_default or (name == "grad_pre" and not changes_loss):
+            continue
+        return hook
+    return getattr(hooks, kind.hooks[-1])  # type: ignore[no-any-return]
 
 
 def describe_names(measurement: Measurement, kind: Kind, group: list[Difference]) -> str:

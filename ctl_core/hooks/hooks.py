@@ -34,7 +34,8 @@ class Hook:
         function: what is called
         arguments: which it names
         common: values that every hook may name
-        is_default: whether it does what the default does, such as the copy in callbacks.py
+        is_default: whether the function is the engine's own object. A copy of it in callbacks.py is
+            the user's. This may change messages and costs, never what is trained.
         is_traced: whether it is called while a graph is traced
         returns: what it has to return, as the table says
         accepts: whether a value is that; None takes any

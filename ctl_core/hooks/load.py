@@ -4,7 +4,6 @@ Which there are, and what each may name, is in table.py; their defaults are in d
 """
 
 import difflib
-import dis
 import inspect
 import numbers
 import types
@@ -109,7 +108,7 @@ def make_hook(
         function=function,
         arguments=read_arguments(spec, name, function, origin),
         common=common,
-        is_default=is_default(spec.name, function),
+        is_default=function is getattr(defaults, spec.name, None),
         is_traced=spec.is_traced,
         returns=spec.returns,
         accepts=CONTRACT.get(spec.name),
@@ -162,38 +161,6 @@ def find_misspelt(callbacks: Any, origin: str) -> list[str]:
         if close and could_be and name not in SPECS and not name.startswith("_"):
             said.append(f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?")
     return said
-
-
-def is_default(name: str, function: Any) -> bool:
-    """Returns True for a hook's default, and for a copy of it in another file.
-
-    A docstring, annotations and comments change nothing; what its names stand for has to be the
-    same.
-    """
-    default = getattr(defaults, name, None)
-    if not (inspect.isfunction(function) and inspect.isfunction(default)):
-        return False
-    one, other = (_list_instructions(f.__code__, f.__globals__) for f in (function, default))
-    return one == other
-
-
-def _list_instructions(code: types.CodeType, names: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Returns what a function does, operation by operation, with that of functions inside."""
-    found: list[tuple[str, Any]] = []
-    value: Any = None  # of the name that was looked up last, of which a module's are looked up, too
-    for one in dis.get_instructions(code):
-        if isinstance(one.argval, types.CodeType):
-            found += _list_instructions(one.argval, names)
-        elif one.opname == "LOAD_GLOBAL" and one.argval in names:
-            value = names[one.argval]
-            found.append(("name", id(value)))
-        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
-            value = getattr(value, one.argval, None)
-            found[-1] = ("name", id(value))
-        elif one.opname != "PUSH_NULL":
-            value = None  # how far to jump depends on how names are looked up
-            found.append((one.opname, None if one.opcode in dis.hasjrel else one.argval))
-    return found
 
 
 def _is_given(value: Any) -> bool:

@@ -101,6 +101,7 @@ class Components(ForwardComponents):
         written: the variables that the forward pass writes
         drawing_layers: the kinds of layers that draw random numbers in training
         scalar_losses: the objectives whose loss is one number for a batch
+        unchanged_losses: the objectives whose loss ``grad_pre`` returned as it was given it
         loss_metrics: the means of the loss's logged parts by name
         compile_with_xla: the setting ``jit_compile``
         loss_scale: multiplies objectives in float16; otherwise None
@@ -113,6 +114,7 @@ class Components(ForwardComponents):
     written: tuple[WrittenVariable, ...]
     drawing_layers: list[str]
     scalar_losses: frozenset[str]
+    unchanged_losses: frozenset[str]
     loss_metrics: Mapping[str, keras.Metric]
     compile_with_xla: bool
     loss_scale: LossScale | None

@@ -60,12 +60,14 @@ class ReplicaObjective:
         variables: the variables to train, without those of frozen layers
         logged: the parts of the loss that ``grad_pre`` returned to be logged, by name
         is_scalar: whether loss_per_batch is one number
+        has_unchanged_loss: whether loss_per_batch is the very tensor that ``grad_pre`` was given
     """
 
     value: tf.Tensor
     variables: list[Variable]
     logged: dict[str, Any]
     is_scalar: bool
+    has_unchanged_loss: bool
 
 
 def run_model(context: ForwardContext, batch: Batch, training: bool) -> ModelOutput:
@@ -228,7 +230,11 @@ def compute_objectives(
         value = keep_if(present, (total + extra) / tf.cast(total_size, total.dtype))
         loss_shape = getattr(loss_per_batch, "shape", tf.TensorShape([]))
         objectives[name] = ReplicaObjective(
-            value, list(variables), dict(*logged), is_scalar=loss_shape.rank == 0
+            value,
+            list(variables),
+            dict(*logged),
+            is_scalar=loss_shape.rank == 0,
+            has_unchanged_loss=loss_per_batch is loss,
         )
     return ForwardPass(objectives, output, batch, loss, weight)
 

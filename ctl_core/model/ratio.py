@@ -52,8 +52,10 @@ def check_losses(state: State, console: Console) -> None:
                 f"some examples together weigh {ratio:.2f} times what they do one by one; return a "
                 "sum, which may be 0, and no mean or maximum."
             )
-    hook = hooks.create_loss if hooks.grad_pre.is_default else hooks.grad_pre
     for objective, several in ratios.items():
+        hook = hooks.grad_pre
+        if objective in state.components.unchanged_losses:
+            hook = hooks.create_loss
         ratio = np.median(several)
         loss = f"the loss{f' of {objective!r}' * bool(objective)}"
         found = f"a batch's gradient is {ratio:.2f} times that of its halves"

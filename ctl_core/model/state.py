@@ -251,7 +251,7 @@ def warn_of_nonfinite(state: State, console: Console) -> None:
         )
     if noted.zeroed:
         console.warn(
-            f"update_pre turned NaN in gradients into 0 in {noted.zeroed} of {state.step} steps."
+            f"update_pre removed NaN from gradients in {noted.zeroed} of {state.step} steps."
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.numerics.variables import create_scalar
+from ctl_core.types import Gradient
 
 NEVER = 2**62
 # Of the loss scale: where it starts, its bounds (one that is infinite could not be halved), and
@@ -25,11 +26,11 @@ class FiniteFlags(NamedTuple):
 
     Attributes:
         loss_is_finite: whether every loss is finite
-        gradients_are_numbers: False if ``update_pre`` received NaN in a gradient and removed it
+        no_nan_removed: False if ``update_pre`` received NaN in a gradient and returned none
     """
 
     loss_is_finite: tf.Tensor
-    gradients_are_numbers: tf.Tensor
+    no_nan_removed: tf.Tensor
 
 
 def combine_flags(flags: Sequence[FiniteFlags]) -> tf.Tensor:
@@ -48,13 +49,20 @@ def are_losses_finite(losses: Mapping[str, tf.Tensor]) -> tf.Tensor:
     return tf.math.is_finite(total)
 
 
-def are_numbers(gradients: Iterable[Any]) -> tf.Tensor:
-    """Returns whether no gradient, dense or sparse, has an entry that is NaN: a bool scalar."""
-    has_nan = [tf.reduce_any(tf.math.is_nan(tensor)) for tensor in map(_read_values, gradients)]
+def are_numbers(gradients: Iterable[Gradient | None]) -> tf.Tensor:
+    """Returns whether no gradient, dense or sparse, has an entry that is NaN: a bool scalar.
+
+    None, which optimizers leave out, has no entries. Complex gradients are not searched.
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    tensors = [tf.convert_to_tensor(_read_values(gradient)) for gradient in present]
+    has_nan = [
+        tf.reduce_any(tf.math.is_nan(tensor)) for tensor in tensors if tensor.dtype.is_floating
+    ]
     return ~tf.reduce_any(tf.stack(has_nan)) if has_nan else tf.constant(True)
 
 
-def _read_values(gradient: Any) -> tf.Tensor:
+def _read_values(gradient: Gradient) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
@@ -66,7 +74,7 @@ class NonFinite:
         first: the first step whose loss was not finite on some replica, or ``NEVER``
         latest: the last such step so far, or 0
         steps: how many such steps there were; in a cluster, on the process with most
-        zeroed: in how many others ``update_pre`` has turned NaN in a gradient into 0
+        zeroed: the number of other steps in which ``update_pre`` removed NaN from gradients
     """
 
     first: int = NEVER
@@ -84,8 +92,8 @@ class NonFinite:
         """
         if flags.all():
             return cls()
-        loss_is_finite, gradients_are_numbers = flags.T
-        zeroed = int((loss_is_finite & ~gradients_are_numbers).sum())
+        loss_is_finite, no_nan_removed = flags.T
+        zeroed = int((loss_is_finite & ~no_nan_removed).sum())
         steps = np.arange(len(flags)) + last - len(flags) + 1
         diverged = steps[~loss_is_finite].tolist()
         if not diverged:

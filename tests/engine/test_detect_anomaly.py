@@ -105,4 +105,4 @@ def test_nan_gradients_are_counted(train: Train, capsys: pytest.CaptureFixture[s
 
     train(make_hooks(grad_pre=grad_pre), steps=6, virtual_devices=2)
     said = " ".join(capsys.readouterr().out.split())
-    assert "update_pre turned NaN in gradients into 0 in 1 of 6 steps." in said
+    assert "update_pre removed NaN from gradients in 1 of 6 steps." in said
