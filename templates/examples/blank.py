@@ -7,31 +7,34 @@ import tensorflow as tf
 
 import ctl_core as ctl
 
-# Required: one pass over the training data, which the engine repeats. Random changes of examples
-# take seeds from ctl.data.with_seeds, after the shuffle: a resumed run sees the same examples.
+# Required. Random changes of examples take seeds from ctl.data.with_seeds, after the shuffle: a
+# resumed run sees the same examples.
 #
 # def create_dataset(global_batch_size):
+#     """Reads the training data once; the engine repeats it."""
 #     examples = tf.data.Dataset.from_tensor_slices((inputs, targets)).shuffle(1000)
 #     return examples.batch(global_batch_size, drop_remainder=True)
 
 
-# One pass over the evaluation data. Without this hook there is no evaluation.
+# Without this hook there is no evaluation.
 #
 # def create_eval_dataset(global_batch_size):
+#     """Reads the evaluation data once."""
 #     return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(global_batch_size)
 
 
-# Required: a Keras model, or any callable: output = train_model(inputs).
+# Required.
 #
 # def create_model():
+#     """Builds a Keras model, or returns any callable: output = train_model(inputs)."""
 #     hidden = keras.layers.Dense(64, activation="relu")
 #     return keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(1)])
 
 
-# Required: the loss of (output, target), one number per example, never a mean: the engine divides
-# their sum by the global batch size.
+# Required. The engine divides the sum of the losses by the global batch size.
 #
 # def create_loss():
+#     """Returns the loss of (output, target): one number per example, never a mean."""
 #     loss = keras.losses.MeanSquaredError(reduction="none")
 #     return lambda pair: loss(pair[1], pair[0])
 
@@ -79,9 +82,10 @@ def loss_pre(output, batch):
     return output, target
 
 
-# What the sum of the losses is divided by, if not by the number of examples. Per token it is:
+# By default the sum of the losses is divided by the number of examples. Per token it would be:
 #
 # def batch_weight(batch):
+#     """Returns what the sum of the losses is divided by."""
 #     return tf.reduce_sum(batch["mask"])
 
 

@@ -36,18 +36,19 @@ def load_pictures(part):
     return tf.constant(pictures), tf.constant(records[:, 0], tf.int64)
 
 
-# Another cut-out of each picture in each pass, mirrored or not. Stateless: how a picture is changed
-# follows from a seed, which is made of its place in the run. So a run that was killed goes on with
-# the very same pictures, and on any number of devices they are the same.
 def augment(picture, seed):
+    """Cuts out another part of a picture in each pass, mirrored or not."""
+    # Stateless: the change follows from a seed, which depends on the example's place in the run. So
+    # a resumed run sees the same pictures, on any number of devices.
     padded = tf.pad(picture, [[4, 4], [4, 4], [0, 0]])
     cut_out = tf.image.stateless_random_crop(padded, [32, 32, 3], seed)
     return tf.image.stateless_random_flip_left_right(cut_out, seed + 1)
 
 
-# A full shuffle of the pictures' numbers, worked out from how many there were before: a checkpoint
-# holds that count, and no buffer. It never ends, so config.yaml says steps: 390 are a pass.
 def create_dataset(global_batch_size, config):
+    """Shuffles all pictures anew in each pass, without end; 390 steps are a pass."""
+    # Shuffled are the pictures' numbers, by a function of how many came before: a checkpoint holds
+    # that count, and no buffer.
     pictures, labels = load_pictures("train")
 
     def look_up(numbers, seeds):
@@ -60,11 +61,12 @@ def create_dataset(global_batch_size, config):
 
 
 def create_eval_dataset(global_batch_size):
+    """Reads the test pictures once."""
     return tf.data.Dataset.from_tensor_slices(load_pictures("test")).batch(global_batch_size)
 
 
-# Exported with the model: a client sends pictures as bytes.
 def input_pre(batch):
+    """Scales the pictures. It is exported with the model: a client sends them as bytes."""
     pictures, _ = batch
     return (tf.cast(pictures, tf.float32) - MEAN) / DEVIATION
 
@@ -88,9 +90,10 @@ class MixedPooling(keras.layers.Layer):
         return share * highest + (1.0 - share) * tf.nn.avg_pool2d(inputs, 2, 2, "VALID")
 
 
-# Batch normalisation is the one layer here that would see how many devices there are: its mean is
-# that of the replica's own examples, unless it is synchronized.
 def create_model(hparams):
+    """Builds a VGG-like network with batch normalization and mixed pooling."""
+    # Without synchronized=True, the mean in a batch normalization would be that of the replica's
+    # own examples, and would depend on the number of devices.
     layers = [keras.Input((32, 32, 3))]
     for filters in (hparams["width"], 2 * hparams["width"], 4 * hparams["width"]):
         for _ in range(2):
@@ -108,9 +111,10 @@ def create_model(hparams):
 # ---- Loss, optimizer, metrics -------------------------------------------------------------------
 
 
-# A loss that names `training` is told: smoothed labels train, plain ones measure. One number per
-# example; the engine divides by the global batch size.
 def create_loss(hparams):
+    """Returns a loss that trains on smoothed labels and evaluates on plain ones."""
+    # The engine passes `training` to a loss that names it, and divides the sum over the examples
+    # by the global batch size.
     options = {"from_logits": True, "reduction": "none"}
     smoothed = keras.losses.CategoricalCrossentropy(label_smoothing=hparams["smoothing"], **options)
     plain = keras.losses.CategoricalCrossentropy(**options)
@@ -122,8 +126,8 @@ def create_loss(hparams):
     return train_loss
 
 
-# Two groups: kernels decay, what normalises and mixes does not. Both follow the same lr.
 def create_opt(lr, train_model, hparams):
+    """Returns an optimizer for each group of variables: only kernels decay. Both follow lr."""
     kernels = [v for v in train_model.trainable_variables if v.name == "kernel"]
     others = [v for v in train_model.trainable_variables if v.name != "kernel"]
     momentum = {"momentum": 0.9, "nesterov": True}

@@ -151,5 +151,6 @@ def after_eval(step, train_model, config, chief):
         tf.io.write_file(str(file), tf.io.encode_png(tf.cast(255.0 * sheet[0], tf.uint8)))
 
 
-def create_inference_model(model):  # what predict, load and export run: images in, features out
+def create_inference_model(model):
+    """Returns what predict, load and export run: images in, features out."""
     return model.encoder

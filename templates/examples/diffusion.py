@@ -100,7 +100,8 @@ def create_eval_model(train_model, hparams):
     return Artist(average, hparams["drawing_steps"])
 
 
-def update_post(train_model, eval_model, hparams):  # after each update
+def update_post(train_model, eval_model, hparams):
+    """Moves the averaged network after each update."""
     for average, weight in zip(eval_model.network.variables, train_model.variables, strict=True):
         average.assign(hparams["ema"] * average + (1.0 - hparams["ema"]) * weight)
 
@@ -119,7 +120,8 @@ def loss_pre(output, batch):
     return output - batch["noise"]
 
 
-def create_loss():  # one number per example
+def create_loss():
+    """Returns the loss of each example."""
     return lambda difference: tf.reduce_mean(tf.abs(difference), axis=[1, 2, 3])
 
 
@@ -139,9 +141,11 @@ def draw_samples(step, eval_model, config, chief):
 every_steps = {500: draw_samples}
 
 
-def serve(inputs):  # what predict, load and export are given: noise
+def serve(inputs):
+    """Returns the noise that predict, load and export are given."""
     return inputs["noise"]
 
 
-def create_inference_model(model):  # what they give: drawings
+def create_inference_model(model):
+    """Returns what predict, load and export run: noise in, drawings out."""
     return model.draw

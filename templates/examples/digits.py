@@ -13,24 +13,28 @@ import ctl_core as ctl
 DIGITS = Path(__file__).parent / "data/digits.npz"
 
 
-def load_digits(part):  # images, float32 [n, 8, 8, 1] from 0 to 1, and labels
+def load_digits(part):
+    """Returns images, float32 [n, 8, 8, 1] from 0 to 1, and labels, int64 [n]."""
     file = np.load(DIGITS)
     images = file["images"][file[part], ..., None] / np.float32(16)
     return images, file["labels"][file[part]]
 
 
-# One pass; the engine repeats it. Random changes of examples: see ctl.data.with_seeds.
 def create_dataset(global_batch_size, config):
+    """Reads the training data once; the engine repeats it."""
+    # Random changes of examples: see ctl.data.with_seeds.
     examples = tf.data.Dataset.from_tensor_slices(load_digits("train"))
     shuffled = examples.shuffle(len(examples), seed=config.seed)
     return shuffled.batch(global_batch_size, drop_remainder=True)
 
 
 def create_eval_dataset(global_batch_size):
+    """Reads the evaluation data once."""
     return tf.data.Dataset.from_tensor_slices(load_digits("test")).batch(global_batch_size)
 
 
 def create_model(hparams):
+    """Builds the model. Settings of your own, such as width, are hparams in config.yaml."""
     width = hparams["width"]
     layers = [
         keras.Input((8, 8, 1)),
@@ -43,8 +47,9 @@ def create_model(hparams):
     return keras.Sequential(layers)
 
 
-# One number per example, never a mean: the engine divides their sum by the global batch size.
 def create_loss():
+    """Returns the loss: one number per example, never a mean."""
+    # The engine divides their sum by the global batch size.
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     return lambda pair: loss(pair[1], pair[0])  # pair: output and target
 
@@ -91,9 +96,10 @@ def loss_pre(output, batch):
     return output, target
 
 
-# What the sum of the losses is divided by, if not by the number of examples. Per token it is:
+# By default the sum of the losses is divided by the number of examples. Per token it would be:
 #
 # def batch_weight(batch):
+#     """Returns what the sum of the losses is divided by."""
 #     return tf.reduce_sum(batch["mask"])
 
 

@@ -35,11 +35,11 @@ def load_clothes(part):
     return images, load_numbers(f"{part}-labels-idx1-ubyte.gz", 8).astype(np.int64)
 
 
-# The tutorial shuffles all images in a buffer. A checkpoint holds such a buffer, so that a resumed
-# run goes on with the next image: shuffled here are the images' numbers, which take less of it, and
-# the images are looked up after that. `last_batch: keep` in config.yaml makes the last 32 images of
-# a pass a batch of their own, as in the tutorial.
 def create_dataset(global_batch_size, config):
+    """Shuffles all images in each pass, as the tutorial does."""
+    # A checkpoint holds the shuffle's buffer, so that a resumed run continues with the next image.
+    # Numbers of images take less space in it than images, which are looked up afterwards. With
+    # `last_batch: keep` in config.yaml, the last 32 images of a pass are a batch, as there.
     images, labels = map(tf.constant, load_clothes("train"))
     numbers = tf.data.Dataset.range(len(images)).shuffle(len(images), seed=config.seed)
     batches = numbers.batch(global_batch_size)
@@ -47,12 +47,12 @@ def create_dataset(global_batch_size, config):
 
 
 def create_eval_dataset(global_batch_size):
+    """Reads the test images once."""
     return tf.data.Dataset.from_tensor_slices(load_clothes("t10k")).batch(global_batch_size)
 
 
-# What comes before the model comes before an exported model, too: whoever uses it sends bytes, and
-# need not know how they were scaled.
 def input_pre(batch):
+    """Scales the images. It is exported with the model: a client sends them as bytes."""
     images, _ = batch
     return tf.cast(images, tf.float32) / 255.0
 
@@ -60,8 +60,8 @@ def input_pre(batch):
 # ---- Model and loss -----------------------------------------------------------------------------
 
 
-# Made under the strategy's scope, as optimizer, loss and metrics are: the engine sees to that.
 def create_model(hparams):
+    """Builds the model. The engine calls this, and all create hooks, in the strategy's scope."""
     layers = keras.layers
     l2 = {"kernel_regularizer": keras.regularizers.L2(hparams["l2"])}
     return keras.Sequential(
@@ -78,11 +78,11 @@ def create_model(hparams):
     )
 
 
-# One number per example, and no division: the tutorial's compute_average_loss is the engine's part.
-# So is its scale_regularization_loss. The default of `grad_pre` returns what the layers' L2 adds up
-# to as a term that does not depend on the batch, and that counts once however many devices there
-# are.
 def create_loss():
+    """Returns the loss of each example, without dividing it."""
+    # The engine does what compute_average_loss and scale_regularization_loss do in the tutorial:
+    # the default of `grad_pre` returns the sum of the layers' L2 terms as a term that does not
+    # depend on the batch, and that counts once on any number of devices.
     cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
     def train_loss(loss_input):
@@ -95,14 +95,13 @@ def create_loss():
 # ---- The update ---------------------------------------------------------------------------------
 
 
-# The default is Nadam; the tutorial has Adam. lr begins as learning_rate in config.yaml.
 def create_opt(lr):
+    """Returns Adam, as in the tutorial. lr begins as learning_rate in config.yaml."""
     return keras.optimizers.Adam(lr)
 
 
-# What is applied, and what hooks may look at. The default clips what is too large; the tutorial
-# does not. The gradients have been summed over all devices by now.
 def update_pre(gradients):
+    """Applies the gradients, which are summed over all devices, as they are: no clipping."""
     return gradients, gradients
 
 
@@ -113,8 +112,8 @@ def create_metrics():
     return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
 
-# The same in training, over all examples since the last line: every log_every steps, a pass here.
 def create_train_metrics():
+    """Returns metrics of the training examples since the last line (log_every)."""
     accuracy = keras.metrics.SparseCategoricalAccuracy()
     return {"mean_loss": keras.metrics.Mean(), "accuracy": accuracy}
 

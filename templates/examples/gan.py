@@ -67,7 +67,8 @@ def create_model(hparams):
     return GAN(hparams["width"])
 
 
-def create_opt(lr):  # one for each objective, by its name
+def create_opt(lr):
+    """Returns an optimizer for each objective, by its name."""
     return {name: keras.optimizers.Adam(lr, 0.5, 0.9) for name in ("critic", "generator")}
 
 
@@ -143,5 +144,6 @@ def metric_pre(output, batch):
     return batch["image"], output
 
 
-def create_inference_model(model):  # what predict, load and export run: noise in, pictures out
+def create_inference_model(model):
+    """Returns what predict, load and export run: noise in, pictures out."""
     return model.generator

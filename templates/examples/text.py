@@ -86,11 +86,13 @@ def loss_pre(output, batch):
     return tf.nn.sparse_softmax_cross_entropy_with_logits(batch["next"], output) * counts(batch)
 
 
-def create_loss():  # one number per row
+def create_loss():
+    """Returns the loss of each row."""
     return lambda loss_input: tf.reduce_sum(loss_input, axis=1)
 
 
-def batch_weight(batch):  # what the sum is divided by: bytes, not rows
+def batch_weight(batch):
+    """Returns what the sum of the losses is divided by: bytes, not rows."""
     return tf.reduce_sum(counts(batch))
 
 
@@ -131,7 +133,8 @@ def write(model, rows, hparams):
     return tf.strings.reduce_join(letters, axis=0)
 
 
-def create_inference_model(model, hparams):  # what predict, load and export run
+def create_inference_model(model, hparams):
+    """Returns what predict, load and export run."""
     return lambda rows: write(model, rows, hparams)
 
 

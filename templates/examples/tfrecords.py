@@ -43,18 +43,18 @@ def parse(example):
     return tf.saturate_cast(tf.image.resize(image, SIZE), tf.uint8), found["label"]
 
 
-# Another shift in each pass: digits that are mirrored would be others. Stateless: how an image is
-# changed follows from its seed, on any number of devices and after a resume.
 def parse_and_shift(example, seed):
+    """Shifts an image, differently in each pass; a mirrored digit would be another one."""
+    # Stateless: the shift follows from the seed, on any number of devices and after a resume.
     image, label = parse(example)
     padded = tf.pad(image, [[1, 1], [1, 1], [0, 0]])
     return tf.image.stateless_random_crop(padded, [*SIZE, CHANNELS], seed), label
 
 
-# All files are read side by side. The buffer of the shuffle is part of a checkpoint, so that a
-# resumed run goes on with the very next example: 1000 images as the files have them, half a
-# megabyte here. `with_seeds` goes from pass to pass without end: a run is measured in steps.
 def create_dataset(global_batch_size, config):
+    """Reads all files side by side, without end: a run is measured in steps."""
+    # The shuffle's buffer is part of a checkpoint, so that a resumed run continues with the next
+    # example: 1000 images as they are in the files, half a megabyte here.
     paths = files("train")
     read, parallel = tf.data.TFRecordDataset, tf.data.AUTOTUNE
     examples = tf.data.Dataset.from_tensor_slices(paths).interleave(read, len(paths), 1, parallel)
@@ -66,14 +66,15 @@ def read_once(split, batch_size):
     return tf.data.TFRecordDataset(files(split)).map(parse).batch(batch_size)
 
 
-# Several sets by name: their values are called validation/loss, test/accuracy and so on, which is
-# what `keep_best` and `early_stop` in config.yaml go by.
 def create_eval_dataset(global_batch_size):
+    """Returns two sets by name."""
+    # Their values are called validation/loss, test/accuracy and so on. `keep_best` and `early_stop`
+    # in config.yaml name one of these.
     return {split: read_once(split, global_batch_size) for split in ("validation", "test")}
 
 
-# A part of what is exported, so that a client sends pixels as they are, uint8.
 def input_pre(batch):
+    """Scales the images. It is exported with the model: a client sends pixels as uint8."""
     images, _ = batch
     return tf.cast(images, tf.float32) / 255.0
 
@@ -118,9 +119,10 @@ def sheet(images):
     return enlarged(tf.concat(rows, axis=0), 4)
 
 
-# Once, after the first step: what the model is really fed. In a cluster hooks run in every process;
-# one of them draws. tf.summary writes to the run's folder, and knows the step.
 def draw_batch(batch, chief):
+    """Draws, after the first step, the images that the model is trained on."""
+    # In a cluster, hooks run in every process, and one of them draws. tf.summary writes to the
+    # folder of the run, and knows the step.
     if chief:
         tf.summary.image("batch", sheet(batch[0]))
 
@@ -128,10 +130,10 @@ def draw_batch(batch, chief):
 at_step = {1: draw_batch}
 
 
-# After each evaluation: what is taken for what, and the images that are taken for something else,
-# those it is surest of first. A label's row shows what it is taken for, from black to white; by the
-# root of the share, so that one in a hundred shows, too. A good matrix is a white diagonal.
 def after_eval(train_model, chief):
+    """Draws a confusion matrix and the misclassified images, those with most confidence first."""
+    # The row of a label shows its predictions from black to white; by the root of the share, so
+    # that one in a hundred is visible. A good matrix is a white diagonal.
     if not chief:
         return
     images, labels = next(iter(read_once("validation", 1000)))
