@@ -27,18 +27,18 @@ from ctl_core.run.errors import (
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """One function of the user's, or a default, that is called with the arguments it names.
+    """A function of the user's, or a default, that is called with the arguments it names.
 
     Attributes:
-        name: as messages have it: ``update_pre``, ``every_steps[10]``
-        function: what is called
-        arguments: which it names
-        common: values that every hook may name
+        name: the name in messages, such as ``update_pre`` or ``every_steps[10]``
+        function: the function that is called
+        arguments: the names of its arguments
+        common: the values of the arguments that every hook may name
         is_default: whether the function is the engine's own object. A copy of it in callbacks.py is
             the user's. This may change messages and costs, never what is trained.
         is_traced: whether it is called while a graph is traced
-        returns: what it has to return, as the table says
-        accepts: whether a value is that; None takes any
+        returns: a description of the result, from the table
+        accepts: returns whether a result is valid; None accepts any
     """
 
     name: str
@@ -51,7 +51,7 @@ class Hook:
     accepts: Callable[[Any], bool] | None = None
 
     def __str__(self) -> str:
-        """The hook as messages name it: ``update_pre (callbacks.py:12)``."""
+        """Returns the hook as messages name it: ``update_pre (callbacks.py:12)``."""
         return f"{self.name} ({locate(self.function)})"
 
     def reject(self, problem: str) -> SetupError:
@@ -67,16 +67,16 @@ class Hook:
         """Calls the function with those of ``values`` that it names.
 
         Raises:
-            HookFailed: the function raised; the message says at which line.
-            SetupError: it returned something else than the table says.
+            HookFailed: the function raised an error; the message has its line.
+            SetupError: the function returned a value that the table does not allow.
         """
         return self._call(call_function, values)
 
     def trace(self, **values: Any) -> Any:
-        """The same while a graph is traced: Python control flow on tensors works (AutoGraph)."""
-        # The defaults need no converting, which costs a fortieth of a second each.
-        call = call_function if self.is_default else convert(call_function)
-        return self._call(call, values)
+        """Calls the function while a graph is traced, after AutoGraph has converted it."""
+        if self.is_default:  # has no control flow on tensors; a conversion takes 25 ms
+            return self._call(call_function, values)
+        return self._call(convert(call_function), values)
 
     def _call(self, call: Callable[..., Any], values: dict[str, Any]) -> Any:
         available = {**self.common, **values}
@@ -94,9 +94,12 @@ class Hook:
         return returned
 
     def describe_failure(self, error: BaseException) -> str:
-        """Says in one line that this hook raised ``error``, and at which line of it."""
-        frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
-        # Functions that AutoGraph converted on the way, or one of Dataset.map.
+        """Describes in one line an error that this hook raised, with the line of the hook."""
+        frames = [
+            (frame.filename, frame.lineno or 0)
+            for frame in traceback.extract_tb(error.__traceback__)
+        ]
+        # The lines of functions that AutoGraph converted, or that Dataset.map called.
         frames += [*read_translated_stack(error), *parse_frames(str(error))]
         return f"{self.locate(frames)}: {format_error(error)}"
 
@@ -109,12 +112,13 @@ class Hook:
         code = find_code(self.function)
         if code is None or code.co_filename.startswith(ENGINE):
             return None
-        found = [line for filename, line in frames if filename == code.co_filename]
-        return f"{format_file_name(code.co_filename)}:{found[-1]}" if found else None
+        lines = [line for filename, line in frames if filename == code.co_filename]
+        return f"{format_file_name(code.co_filename)}:{lines[-1]}" if lines else None
 
     def has_frame(self, frames: Iterable[tuple[str, int]]) -> bool:
-        """Whether one of the frames is in the hook's own body."""
-        if (code := find_code(self.function)) is None:
+        """Returns whether one of the frames is in the body of the function."""
+        code = find_code(self.function)
+        if code is None:
             return False
         lines = range(code.co_firstlineno, 1 + max(line or 0 for _, _, line in code.co_lines()))
         return any(file == code.co_filename and line in lines for file, line in frames)
@@ -125,16 +129,17 @@ def call_function(function: Callable[..., Any], values: dict[str, Any]) -> Any:
     return function(**values)
 
 
-convert = functools.cache(tf.autograph.to_graph)  # what a function calls is converted, too
+# AutoGraph converts the functions that a function calls, too.
+convert = functools.cache(tf.autograph.to_graph)
 
 
-# In the message of an op that failed: it was one of the data's, since reading had to stop for it.
+# Matches the message of an op that failed because an op of the data pipeline did.
 READING = re.compile(r"\[\[[^\[\]]*IteratorGetNext(\w*)(?:\}\})?\]\]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Every hook of a run, the user's or the default; None where the engine does without."""
+    """The hooks of a run: the user's or the defaults; None where the engine needs no default."""
 
     create_dataset: Hook
     make_batches: Hook
@@ -165,38 +170,46 @@ class Hooks:
     at_end: tuple[Hook, ...]
 
     def list_graph_hooks(self) -> list[Hook]:
-        """The hooks that are traced, but for those that the engine does without."""
+        """Returns the hooks that are traced."""
         return [hook for hook in vars(self).values() if isinstance(hook, Hook) and hook.is_traced]
 
     def attribute_error(self, error: BaseException, otherwise: str = "the step") -> str:
-        """Says in one line which hook an op belongs to that failed while a graph was running.
+        """Describes in one line an op that failed in a running graph, with the hook it is of.
 
-        The message of a tf.errors.OpError names the op and the stack that it was made at.
+        Args:
+            error: a tf.errors.OpError, whose message has the op and the stack that created it
+            otherwise: named if the op is of no hook
         """
         text = str(error)
         frames = parse_frames(text)
-        if reading := READING.search(text):
-            evaluating = reading.group(1).startswith("AsOptional")
-            hook = (self.create_eval_dataset if evaluating else None) or self.create_dataset
+        reading = READING.search(text)
+        if reading:
+            hook = self.create_dataset
+            is_evaluating = reading.group(1).startswith("AsOptional")
+            if is_evaluating and self.create_eval_dataset is not None:
+                hook = self.create_eval_dataset
             return f"{hook.locate(frames)}: reading the data: {format_error(error)}"
-        if made := self.find_owner(frames):
-            return f"{made}: {format_error(error)}"
-        inside = self.create_model.find_line(frames)
-        return f"{otherwise}{f' ({inside})' if inside else ''}: {format_error(error)}"
+        owner = self.find_owner(frames)
+        if owner is None:
+            line_of_model = self.create_model.find_line(frames)
+            owner = f"{otherwise} ({line_of_model})" if line_of_model else otherwise
+        return f"{owner}: {format_error(error)}"
 
     def find_owner(self, frames: list[tuple[str, int]]) -> str | None:
-        """Returns the hook of the graph, and the line, that an op of these frames is of, if any."""
+        """Returns the hook that created an op, with its line; None if no hook did."""
         hook = self.find_hook(frames)
         return None if hook is None else hook.locate(frames)
 
     def find_hook(self, frames: list[tuple[str, int]]) -> Hook | None:
-        """Returns the hook of the graph that an op of these frames is of, if any."""
-        hooks = (hook for hook in self.list_graph_hooks() if hook.has_frame(frames))
-        return next(hooks, None)
+        """Returns the hook that created an op, whose stack is given; None if no hook did."""
+        for hook in self.list_graph_hooks():
+            if hook.has_frame(frames):
+                return hook
+        return None
 
 
 def name_kind(value: Any) -> str:
-    """Says what a value is, for a message that expected something else."""
+    """Returns a description of a value of the wrong kind, for messages."""
     if value is None:
         return "nothing"
     if isinstance(value, type):
@@ -204,15 +217,17 @@ def name_kind(value: Any) -> str:
     if isinstance(value, types.FunctionType):
         return f"a function {inspect.signature(value)}"
     if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)} value{'s' * (len(value) != 1)}"
+        noun = "value" if len(value) == 1 else "values"
+        return f"a {type(value).__name__} of {len(value)} {noun}"
     if tf.is_tensor(value) and not isinstance(value, tf.Variable):
         return describe(value)
     name = type(value).__name__
-    return f"a{'n' * (name[0] in 'aeiou')} {name}"
+    article = "an" if name[0] in "aeiou" else "a"
+    return f"{article} {name}"
 
 
 def describe(element: Any) -> str:
-    """Writes down the structure of a batch: ``(float32[32, 8, 8], int64[32])``."""
+    """Returns the structure of a batch as text: ``(float32[32, 8, 8], int64[32])``."""
     if isinstance(element, dict):
         return "{" + ", ".join(f"{key}: {describe(part)}" for key, part in element.items()) + "}"
     if isinstance(element, tuple | list):

@@ -1,6 +1,6 @@
-"""Reads the hooks off callbacks.py, and says what each of them has to return.
+"""Reads the hooks from callbacks.py, and checks what each of them returns.
 
-Which there are, and what each may name, is in table.py; their defaults are in defaults.py.
+table.py lists the hooks and the arguments that each may name; defaults.py has their defaults.
 """
 
 import difflib
@@ -26,16 +26,16 @@ from ctl_core.run.settings import Config
 
 
 def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
-    """Reads the hooks off a module, any object with these attributes, or a dict.
+    """Reads the hooks from a module, from any object with these attributes, or from a dict.
 
-    ``Hooks`` are returned as they are.
+    ``Hooks`` are returned unchanged.
 
     Returns:
         The hooks, and warnings about names that look like a misspelt hook.
 
     Raises:
-        SetupError: a required hook is missing, something is no function, names an argument that
-            does not exist, or a schedule's key is no positive whole number.
+        SetupError: a required hook is missing, a hook is not a function or names an argument that
+            does not exist, or a key of a schedule is not a positive integer.
     """
     if isinstance(callbacks, Hooks):
         return callbacks, []
@@ -53,11 +53,15 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
 
 
 def check_required(callbacks: Any, origin: str, misspelt: Sequence[str]) -> None:
-    """Refuses callbacks without a hook that there is no training without.
+    """Refuses callbacks that lack a required hook.
 
     Args:
+        callbacks: the object with the hooks
         origin: the name of the file, for the message
-        misspelt: what ``find_misspelt`` has found, which the message ends with
+        misspelt: the warnings of ``find_misspelt``, which are appended to the message
+
+    Raises:
+        SetupError: a required hook is missing.
     """
     required = [spec for spec in TABLE if spec.is_required]
     missing = [spec for spec in required if not hasattr(callbacks, spec.name)]
@@ -69,7 +73,7 @@ def check_required(callbacks: Any, origin: str, misspelt: Sequence[str]) -> None
 
 
 def _read_hook(spec: HookSpec, callbacks: Any, common: Mapping[str, Any], origin: str) -> Any:
-    """Returns one hook as ``Hooks`` has it, which depends on its form."""
+    """Returns the value of a hook's field in ``Hooks``, which depends on the form of the hook."""
 
     def make(function: Any, name: str = spec.name) -> Hook:
         return make_hook(spec, name, function, common, origin)
@@ -85,7 +89,7 @@ def _read_hook(spec: HookSpec, callbacks: Any, common: Mapping[str, Any], origin
             step: tuple(make(function, f"{spec.name}[{step}]") for function in _list(functions))
             for step, functions in read_schedule(spec, value, origin).items()
         }
-    if value is None and default is None:  # the engine does without
+    if value is None and default is None:  # the engine works without this hook
         return None
     return make(value)
 
@@ -96,12 +100,14 @@ def make_hook(
     """Returns a hook that is called with the arguments that a function names.
 
     Args:
-        name: of the hook in messages: ``every_steps[10]``, say
-        common: the values that every hook may name
+        spec: the hook in the table
+        name: the name of the hook in messages, such as ``every_steps[10]``
+        function: the user's function, or the default
+        common: the values of the arguments that every hook may name
         origin: the name of the file, for messages
 
     Raises:
-        SetupError: it is no function, or names an argument that does not exist.
+        SetupError: ``function`` is not a function, or names an argument that does not exist.
     """
     return Hook(
         name=name,
@@ -122,7 +128,11 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def read_schedule(spec: HookSpec, value: Any, origin: str) -> dict[int, Any]:
-    """Returns functions by step, if that is what a value is."""
+    """Returns the functions of a schedule by step.
+
+    Raises:
+        SetupError: the value is not a dict of positive integers.
+    """
     if not isinstance(value, dict) or not all(isinstance(n, int) and n > 0 for n in value):
         got = make_line(repr(value), 60)
         expected = f"{spec.name} must be a dict {{N: function}} by numbers of steps from 1 up"
@@ -131,36 +141,46 @@ def read_schedule(spec: HookSpec, value: Any, origin: str) -> dict[int, Any]:
 
 
 def read_arguments(spec: HookSpec, name: str, function: Any, origin: str) -> tuple[str, ...]:
-    """Returns the arguments that a hook's function names, if it may name all of them."""
+    """Returns the names of the available arguments that a hook's function takes.
+
+    Raises:
+        SetupError: the function needs an argument that does not exist.
+    """
     if not callable(function):
         got = make_line(repr(function), 60)
         raise SetupError(f"{origin}: {name} must be a function, got {got}.")
-    deferred = spec.form is Form.SCHEDULE and getattr(function, "deferred", False)
-    valid = (*(DEFERRED if deferred else spec.argument_names), *COMMON)
+    is_deferred = spec.form is Form.SCHEDULE and getattr(function, "deferred", False)
+    available = (*spec.argument_names, *COMMON)
+    if is_deferred:
+        available = (*DEFERRED, *COMMON)
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
-        optional = parameter.default is not parameter.empty or "*" in str(parameter)
-        if parameter.name not in valid and not optional:
-            near = not deferred and suggest(parameter.name, valid)
-            raise SetupError(
-                f"{locate(function) if find_code(function) else origin}: "
-                f"{name}{' is @deferred and' * deferred} asks for '{parameter.name}'"
-                f"{near or '; it may name ' + ', '.join(valid) + '.'}"
-            )
-    return tuple(argument for argument in parameters if argument in valid)
+        is_optional = parameter.default is not parameter.empty or "*" in str(parameter)
+        if parameter.name not in available and not is_optional:
+            place = locate(function) if find_code(function) else origin
+            cure = f"; it may name {', '.join(available)}."
+            if is_deferred:
+                raise SetupError(
+                    f"{place}: {name} is @deferred and asks for '{parameter.name}'{cure}"
+                )
+            suggestion = suggest(parameter.name, available) or cure
+            raise SetupError(f"{place}: {name} asks for '{parameter.name}'{suggestion}")
+    return tuple(argument for argument in parameters if argument in available)
 
 
 def find_misspelt(callbacks: Any, origin: str) -> list[str]:
-    """Warns of what no hook uses but whose name is a hook's, all but a slip."""
-    said = []
+    """Returns a warning for each name that is almost that of a hook."""
+    warnings: list[str] = []
     for name in dir(callbacks):
         value = inspect.getattr_static(callbacks, name)
         could_be = callable(value) or isinstance(value, dict | list)
         short = name.replace("optimizer", "opt").replace("checkpoint", "ckpt")
         close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)
         if close and could_be and name not in SPECS and not name.startswith("_"):
-            said.append(f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?")
-    return said
+            warnings.append(
+                f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?"
+            )
+    return warnings
 
 
 def _is_given(value: Any) -> bool:
@@ -172,31 +192,34 @@ def _is_function(value: Any) -> bool:
 
 
 def _is_loss(value: Any) -> bool:
-    """Whether a value can be called with one argument, and is no mean over a replica's batch."""
+    """Returns whether a value can be called with one argument, and returns no mean of a batch."""
     if not _is_function(value) or getattr(value, "reduction", None) not in ("sum", "none", None):
         return False
-    # A decorated function is what the decorator has made of it.
+    # A decorator may have changed the arguments of the function that it wraps.
     signature = inspect.signature(value, follow_wrapped=False)
+    options = {}
+    if "training" in signature.parameters:
+        options["training"] = True
     try:
-        signature.bind(None, **({"training": True} if "training" in signature.parameters else {}))
+        signature.bind(None, **options)
     except TypeError:
         return False
     return True
 
 
 def _is_optimizer(value: Any) -> bool:
-    # An optimizer of TensorFlow 1 sums over the replicas by itself.
+    # An optimizer of TensorFlow 1 sums gradients over the replicas by itself.
     refused = (type, tf.compat.v1.train.Optimizer)
     return hasattr(value, "apply_gradients") and not isinstance(value, refused)
 
 
 def _are_optimizers(value: Any) -> bool:
-    several = [value]
+    optimizers = [value]
     if isinstance(value, dict):
-        several = list(value.values())
+        optimizers = list(value.values())
     elif is_pairs(value):
-        several = [optimizer for optimizer, _ in value]
-    return bool(several) and all(map(_is_optimizer, several))
+        optimizers = [optimizer for optimizer, _ in value]
+    return bool(optimizers) and all(map(_is_optimizer, optimizers))
 
 
 def _are_metrics(value: Any) -> bool:
@@ -214,9 +237,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is a whole number, or None, which stands for a single example."""
-    whole = value.dtype.is_integer if tf.is_tensor(value) else isinstance(value, numbers.Integral)
-    return value is None or (_is_number(value) and whole)
+    """Returns whether a value is an integer, or None, which stands for a single example."""
+    if value is None:
+        return True
+    if tf.is_tensor(value):
+        return _is_number(value) and value.dtype.is_integer
+    return isinstance(value, numbers.Integral)
 
 
 def _is_pair(value: Any) -> bool:
@@ -233,14 +259,14 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_update(value: Any) -> bool:
-    """Whether a value is gradients, what is shown of them, and perhaps whether to skip them."""
+    """Returns whether a value is an ``Update``, or a plain tuple of 2 or 3 such values."""
     if not isinstance(value, tuple | list) or len(value) not in (2, 3):
         return False
     return isinstance(value[0], tuple | list) and all(map(_is_flag, value[2:]))
 
 
 def _is_saved(value: Any) -> bool:
-    """Whether a value is a checkpoint and a manager that keeps one while it saves the next."""
+    """Returns whether a value is a checkpoint and a manager that keeps more than one."""
     kinds = (tf.train.Checkpoint, tf.train.CheckpointManager)
     return (
         _is_pair(value) and all(map(isinstance, value, kinds)) and read_max_to_keep(value[1]) != 1
@@ -248,7 +274,7 @@ def _is_saved(value: Any) -> bool:
 
 
 def _is_objective(value: Any) -> bool:
-    """Whether a value is an ``Objective``, or a plain tuple of 3 or 4 such values."""
+    """Returns whether a value is an ``Objective``, or a plain tuple of 3 or 4 such values."""
     if not isinstance(value, tuple | list) or len(value) not in (3, 4):
         return False
     objective = Objective(*value)
@@ -260,7 +286,9 @@ def _is_objective(value: Any) -> bool:
 
 
 def _are_objectives(value: Any) -> bool:
-    return all(map(_is_objective, value.values() if isinstance(value, dict) else [value]))
+    if isinstance(value, dict):
+        return all(map(_is_objective, value.values()))
+    return _is_objective(value)
 
 
 CONTRACT: dict[str, Callable[[Any], bool]] = {

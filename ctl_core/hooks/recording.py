@@ -1,8 +1,8 @@
-"""What the hooks of a run create: every variable and Keras layer, as it is made.
+"""Records every variable and Keras layer that the hooks of a run create.
 
-A variable belongs to the run because it was created while one of its hooks ran, wherever it hides:
-in a list, a closure, a plain object, an optimizer, a metric or a random generator. References are
-weak, so that what a hook has thrown away is not there any more.
+A variable belongs to the run because it was created while one of its hooks ran, wherever it is
+stored: in a list, a closure, a plain object, an optimizer, a metric or a random generator. The
+references are weak, so that objects that a hook has discarded disappear from the recording.
 """
 
 import collections
@@ -19,13 +19,17 @@ from ctl_core import compat
 from ctl_core.compat import find_written_resources, flatten_layers
 from ctl_core.numerics.variables import unwrap
 
-IMPORTED: list[weakref.ref[Any]] = []  # the layers that the import of callbacks.py has made
-_NEW = vars(keras.Layer)["__new__"]  # of Keras
+# The layers that were created while callbacks.py was imported.
+IMPORTED: list[weakref.ref[Any]] = []
+_KERAS_NEW = vars(keras.Layer)["__new__"]
 
 
 @contextlib.contextmanager
 def note_layers(layers: list[weakref.ref[Any]]) -> Iterator[None]:
-    """Adds to a list the layers that are made within, by ``__new__``, which all have."""
+    """Adds the layers that are created within the context to a list.
+
+    ``__new__`` is replaced, because a subclass need not call ``__init__`` of ``keras.Layer``.
+    """
     original = vars(keras.Layer)["__new__"]
 
     def make(kind: Any, *args: Any, **options: Any) -> Any:
@@ -42,22 +46,23 @@ def note_layers(layers: list[weakref.ref[Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_nothing() -> Iterator[None]:
-    """Hides what is created within from every recording that listens, and keeps ``IMPORTED``.
+    """Hides objects that are created within the context from all recordings; keeps ``IMPORTED``.
 
     A run that a hook loads is no part of the run that the hook belongs to.
     """
-    noting, imported = vars(keras.Layer)["__new__"], list(IMPORTED)
-    setattr(keras.Layer, "__new__", _NEW)  # noqa: B010
+    recording_new = vars(keras.Layer)["__new__"]
+    imported = list(IMPORTED)
+    setattr(keras.Layer, "__new__", _KERAS_NEW)  # noqa: B010
     try:
         with compat.leave_creator_scopes():
             yield
     finally:
-        setattr(keras.Layer, "__new__", noting)  # noqa: B010
+        setattr(keras.Layer, "__new__", recording_new)  # noqa: B010
         IMPORTED[:] = imported
 
 
 class Recording:
-    """The variables, layers and random generators that were created, in their order."""
+    """The variables, layers and random generators that were created, in order of creation."""
 
     def __init__(self) -> None:
         self._variables: list[tuple[str, weakref.ref[Any]]] = []
@@ -70,8 +75,9 @@ class Recording:
 
     @contextlib.contextmanager
     def record_as(self, hook: str) -> Iterator[None]:
-        """Records what is created within as that of a hook."""
-        before, self._hook = self._hook, hook
+        """Records objects that are created within the context as those of a hook."""
+        before = self._hook
+        self._hook = hook
         try:
             if self._open:
                 yield
@@ -82,14 +88,14 @@ class Recording:
             self._hook = before
 
     def fix(self) -> None:
-        """Drops what is dead, once a run is built, and holds the rest from here on."""
+        """Forgets discarded objects after a run was built, and keeps the others alive."""
         gc.collect()
         references = [reference for _, reference in self._variables]
-        self._held = [one() for one in (*references, *self._layers)]
+        self._held = [reference() for reference in (*references, *self._layers)]
 
     @contextlib.contextmanager
     def watch(self, hook: str) -> Iterator[None]:
-        """Notes what a host hook creates within, while training: no restore would know it."""
+        """Notes variables that a host hook creates in training, which no restore would know."""
 
         def create(make: Callable[..., Any], **values: Any) -> Any:
             variable = make(**values)
@@ -101,7 +107,7 @@ class Recording:
             yield
 
     def find_late(self) -> str | None:
-        """Returns which hook has made which variable that is still there; None: there is none."""
+        """Describes the first living variable that a host hook created; None if there is none."""
         if any(reference() is not None for _, reference in self._late):
             gc.collect()
         self._late = [entry for entry in self._late if entry[1]() is not None]
@@ -122,21 +128,24 @@ class Recording:
             self._open = False
 
     def add(self, variable: Any, name: str | None = None) -> None:
-        """Records a tf.Variable, if it is not known, as that of the hook that runs.
+        """Records a tf.Variable, unless it is known, as a variable of the hook that runs.
 
-        ``name`` is given where its own says nothing that another process would say, too.
+        Args:
+            variable: the variable
+            name: replaces the variable's own name where that differs between processes
         """
-        if (identity := id(variable)) in self._known:
+        identity = id(variable)
+        if identity in self._known:
             return
         name = name or f"{self._hook}/{variable.name.split(':')[0]}"
         self._known.add(identity)
         self._variables.append((name, weakref.ref(variable, lambda _: self._drop(identity))))
 
     def _drop(self, identity: int) -> None:
-        self._known.discard(identity)  # another object may get the same number
+        self._known.discard(identity)  # another object may get the same id
 
     def add_model(self, hook: str, model: Any) -> None:
-        """Records the layers and variables of a Keras model, wherever it was made."""
+        """Records the layers and variables of a Keras model, wherever it was created."""
         known = {id(layer) for layer in self.layers}
         new = [layer for layer in flatten_layers(model) if id(layer) not in known]
         self._layers += map(weakref.ref, new)
@@ -147,39 +156,51 @@ class Recording:
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
-        """The variables that are still there, in their order.
+        """The living variables by name, in order of creation.
 
-        Each has the name of its hook and its own, as in ``create_model/dense/kernel``; of several
-        of one name the later ones have a number, as in ``create_model/dense/kernel#2``.
+        A name consists of the hook's and the variable's, as in ``create_model/dense/kernel``. If
+        names are equal, the later ones get a number, as in ``create_model/dense/kernel#2``.
         """
-        found: dict[str, tf.Variable] = {}
+        variables: dict[str, tf.Variable] = {}
         numbers: collections.Counter[str] = collections.Counter()
         for name, reference in self._variables:
-            if (variable := reference()) is not None:
-                numbers[name] += 1
-                found[name if numbers[name] == 1 else f"{name}#{numbers[name]}"] = variable
-        return found
+            variable = reference()
+            if variable is None:
+                continue
+            numbers[name] += 1
+            if numbers[name] > 1:
+                name = f"{name}#{numbers[name]}"
+            variables[name] = variable
+        return variables
 
     def find_written(self, graph: Any, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
-        """Returns the variables that a graph writes, on whichever replica."""
-        handles = {id(handle) for handle in find_written_resources(graph)}
-        local = strategy.experimental_local_results
-        return [v for v in self.variables.values() if handles & {id(p.handle) for p in local(v)}]
+        """Returns the variables that a graph writes on any replica."""
+        written_handles = {id(handle) for handle in find_written_resources(graph)}
+
+        def is_written(variable: tf.Variable) -> bool:
+            components = strategy.experimental_local_results(variable)
+            return any(id(component.handle) in written_handles for component in components)
+
+        return [variable for variable in self.variables.values() if is_written(variable)]
 
     @property
     def layers(self) -> list[keras.Layer]:
-        """The Keras layers that are still there, each once, in the order in which they were made.
+        """The living Keras layers, each once, in order of creation.
 
-        Also the model that ``keras.Sequential`` keeps inside.
+        They include the model inside a ``keras.Sequential``.
         """
-        found = {id(layer): layer for one in self._layers if (layer := one()) is not None}
-        return list(found.values())
+        layers = [reference() for reference in self._layers]
+        return list({id(layer): layer for layer in layers if layer is not None}.values())
 
     @property
     def generators(self) -> list[tf.Variable]:
         """The states of Keras' seed generators, int64 vectors [seed, counter]."""
-        of_keras = "seed_generator_state"  # so Keras names them, whoever makes the generator
-        return [v for v in self.variables.values() if v.name.split(":")[0].endswith(of_keras)]
+        keras_name = "seed_generator_state"
+        return [
+            variable
+            for variable in self.variables.values()
+            if variable.name.split(":")[0].endswith(keras_name)
+        ]
 
     @property
     def tf_generators(self) -> list[tf.Variable]:
@@ -188,45 +209,57 @@ class Recording:
 
 
 def find_tables(graph: Any) -> list[Any]:
-    """Returns the tables that a graph captures, wherever hooks, or their file, have made them."""
+    """Returns the lookup tables that a graph captures, wherever they were created."""
     captured = {id(outer) for outer, _ in graph.captures}
     kind = tf.saved_model.experimental.TrackableResource
-    tables = [one for one in gc.get_objects() if issubclass(type(one), kind)]
-    return [one for one in tables if id(one.resource_handle) in captured]
+    # isinstance would ask lazy objects for their __class__, and so load them.
+    resources = [value for value in gc.get_objects() if issubclass(type(value), kind)]
+    return [resource for resource in resources if id(resource.resource_handle) in captured]
 
 
 def list_freezable(recording: Recording) -> list[Any]:
-    """Returns the layers, then their variables, each once: what can be frozen."""
-    variables = {id(v): v for layer in recording.layers for v in layer.variables}
+    """Returns everything that can be frozen: the layers, then their variables, each once."""
+    variables = {
+        id(variable): variable for layer in recording.layers for variable in layer.variables
+    }
     return [*recording.layers, *variables.values()]
 
 
 def read_flags(recording: Recording) -> list[bool]:
-    """Returns what is trainable: a flag for each layer, then one for each variable."""
-    return [bool(part.trainable) for part in list_freezable(recording)]
+    """Returns whether each layer, and then each variable, is trainable."""
+    return [bool(freezable.trainable) for freezable in list_freezable(recording)]
 
 
-def set_flags(parts: list[Any], flags: list[bool]) -> bool:
-    """Sets the flags; returns False, and changes nothing, if they are those of other layers."""
-    if len(flags) != len(parts):
+def set_flags(freezables: list[Any], flags: list[bool]) -> bool:
+    """Sets whether layers and variables are trainable.
+
+    Args:
+        freezables: the layers and variables
+        flags: whether each of them is trainable
+
+    Returns:
+        False, and nothing is changed, if the numbers of both differ.
+    """
+    if len(flags) != len(freezables):
         return False
-    pairs = list(zip(parts, flags, strict=True))
-    # Setting a layer's flag sets those within it, so that more than one round may be needed.
+    pairs = list(zip(freezables, flags, strict=True))
+    # Setting the flag of a layer sets those of its members, so that several rounds may be needed.
     while changed := [pair for pair in pairs if bool(pair[0].trainable) != pair[1]]:
-        for part, flag in changed:
-            part.trainable = flag
+        for freezable, flag in changed:
+            freezable.trainable = flag
     return True
 
 
 @contextlib.contextmanager
 def unfreeze(recording: Recording) -> Iterator[None]:
-    """Within, no layer is frozen; afterwards all that were there are as they were."""
-    parts, flags = list_freezable(recording), read_flags(recording)
-    # Layer by layer, and off before on: Keras passes on only a value that changes.
+    """Temporarily unfreezes every layer."""
+    freezables = list_freezable(recording)
+    flags = read_flags(recording)
+    # Layer by layer, and off before on: Keras passes a value on to members only if it changes.
     for value in (False, True):
         for layer in recording.layers:
             layer.trainable = value
     try:
         yield
     finally:
-        set_flags(parts, flags)
+        set_flags(freezables, flags)
