@@ -122,6 +122,6 @@ def test_update_pre_removes_nan_by_its_values(
         last = tf.zeros_like(gradients[-1]) if removes else gradients[-1]
         return [hidden, *others, last], gradients
 
-    train(make_hooks(grad_pre=grad_pre, update_pre=update_pre), steps=1, on_nan="ignore")
+    train(make_hooks(grad_pre=grad_pre, update_pre=update_pre), steps=1)
     said = " ".join(capsys.readouterr().out.split())
     assert ("update_pre removed NaN from gradients in 1 of 1 steps." in said) == removes
