@@ -647,6 +647,8 @@ def describe_differences(
         by_kind.setdefault(difference.kind, []).append(difference)
     lines = []
     earlier: set[str] = set()
+    if GRADIENT in by_kind:  # their updates differ for the same reason
+        by_kind.pop(UPDATE, None)
     for kind, group in by_kind.items():
         hook = find_blamed(measurement, kind)
         names = describe_names(measurement, kind, group)

@@ -326,7 +326,7 @@ def test_all_differences_are_listed_in_the_order_of_their_causes(
         lines,
         (
             "the loss differs: it is no sum",
-            "the updates ",
+            "the gradients ",
             "the loss of an eval",
             "the metric worst",
         ),
