@@ -299,7 +299,10 @@ def has_fixed_count(count_examples: Hook, spec: Any) -> bool:
         return False
     with tf.Graph().as_default():
         count = count_examples.trace(batch=make_placeholders(spec))
-        return count is not None and tf.get_static_value(tf.convert_to_tensor(count)) in sizes
+        if count is None:
+            return False
+        number = tf.get_static_value(tf.convert_to_tensor(count))
+    return number is not None and int(number) in sizes
 
 
 def _list_sizes(spec: Any) -> set[int | None]:
