@@ -13,6 +13,7 @@ import functools
 import io
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ class Rehearsal:
                 due += [self._rehearse(hook, step) for hook in functions]
         return dataclasses.replace(
             hooks,
-            every_steps={STEPS: tuple(due)} if due else {},
+            every_steps={STEPS: tuple(due)},
             at_step={},
             after_eval=tuple(map(self._rehearse, hooks.after_eval)),
             at_end=tuple(map(self._rehearse, hooks.at_end)),
@@ -143,9 +144,12 @@ class Rehearsal:
 
         @functools.wraps(hook.function)
         def run(**values: Any) -> None:
-            if step is not None and "step" in values:
-                values["step"] = step
-            self._run_hook(hook, values, "" if step is None else f", as after step {step}")
+            when = ""
+            if step is not None:
+                when = f", as after step {step}"
+                if "step" in values:
+                    values["step"] = step
+            self._run_hook(hook, values, when)
 
         return dataclasses.replace(hook, function=run)
 
@@ -182,9 +186,12 @@ class Rehearsal:
 
 def _use(hooks: Hooks, state: State, config: Config, console: CheckConsole) -> None:
     """Evaluates, predicts, exports and loads, as the commands do; some models only train."""
-    sets = state.evaluation.sets if state.evaluation else ()
-    with contextlib.redirect_stdout(io.StringIO()):
-        values = evaluate(hooks, config) if sets else {}
+    sets: Iterable[str] = ()
+    values: dict[str, float] = {}
+    if state.evaluation is not None:
+        sets = state.evaluation.sets
+        with contextlib.redirect_stdout(io.StringIO()):
+            values = evaluate(hooks, config)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             for name in sets:

@@ -162,11 +162,11 @@ def copy_value(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def are_equal(one: Any, other: Any) -> bool:
+def are_equal(old: Any, new: Any) -> bool:
     """Returns whether two simple values are the same, NaN included."""
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    return type(one) is type(other) and repr(one) == repr(other)
+    if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
+        return old.dtype == new.dtype and old.tobytes() == new.tobytes()
+    return type(old) is type(new) and repr(old) == repr(new)
 
 
 def is_simple(value: Any) -> bool:
@@ -241,7 +241,7 @@ def list_names(code: types.CodeType) -> list[str]:
 
 def is_of_library(file_name: str) -> bool:
     """Returns whether a source file is not the user's."""
-    return any(part in file_name for part in NOT_THE_USERS)
+    return any(folder in file_name for folder in NOT_THE_USERS)
 
 
 def list_place(name: str, owner: Any, key: Any) -> Iterator[Place]:
@@ -394,15 +394,19 @@ def trace_all(state: State) -> list[tf.Operation]:
 
 
 def find_difference(
-    one: Iterable[tf.Operation], other: Iterable[tf.Operation]
+    first: Iterable[tf.Operation], second: Iterable[tf.Operation]
 ) -> tf.Operation | None:
     """Returns the first op that is not the same in two graphs; None if all are."""
-    for first, second in itertools.zip_longest(one, other):
-        if first is None or second is None or describe_op(first) != describe_op(second):
-            return second if first is None else first
+    for op, counterpart in itertools.zip_longest(first, second):
+        if op is None:
+            return counterpart
+        if counterpart is None or describe_op(op) != describe_op(counterpart):
+            return op
     return None
 
 
 def describe_op(op: tf.Operation) -> tuple[str, Any]:
     """Returns the type of an op and, if it is a constant, its value."""
-    return op.type, op.get_attr("value") if op.type == "Const" else None
+    if op.type == "Const":
+        return op.type, op.get_attr("value")
+    return op.type, None

@@ -1,0 +1,220 @@
+"""Finds the values that differ between one device and several, and describes their causes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.commands.observation import (
+    EXTRA_LOSS,
+    GRADIENT,
+    ORDER,
+    UPDATE,
+    Array,
+    Kind,
+    Observations,
+    ValueKey,
+    Values,
+)
+from ctl_core.hooks.hooks import Hook
+from ctl_core.model.state import State
+from ctl_core.numerics.variables import unwrap
+
+TOLERANCE = 1e-3
+LOW_PRECISION_TOLERANCE = 3e-2
+
+
+class Measurement(NamedTuple):
+    """A run on some number of devices, and its values.
+
+    Attributes:
+        state: of the run
+        graph: of a training step, with noise if there is any
+        observations: the values
+        adding_layers: the layers that call ``add_loss``
+    """
+
+    state: State
+    graph: tf.Graph
+    observations: Observations
+    adding_layers: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A value that is not the same on one device and elsewhere.
+
+    Attributes:
+        kind: of the value
+        name: of the value; empty if it is the only one of its kind
+        on_one: the first number that differs, or the shape, as one device has it
+        elsewhere: the same elsewhere
+    """
+
+    kind: Kind
+    name: str
+    on_one: str
+    elsewhere: str
+
+
+def find_differences(expected: Measurement, actual: Measurement) -> list[Difference]:
+    """Returns the values that differ from those of one device, the most probable cause first.
+
+    Only the first moment at which a value differs counts. The last step is left out if something
+    differs before it, because everything differs after a wrong update.
+    """
+    tolerance = TOLERANCE
+    if expected.state.computed_in:
+        tolerance = LOW_PRECISION_TOLERANCE
+    expected_steps, expected_evaluation = expected.observations
+    actual_steps, actual_evaluation = actual.observations
+    steps = list(zip(expected_steps, actual_steps, strict=False))
+    differences: dict[ValueKey, Difference] = {}
+    for number, (expected_values, actual_values) in enumerate(steps):
+        if differences and number == len(steps) - 1:
+            break
+        gradient_tolerance = tolerance
+        if number > 0:
+            # Only the first step is without noise, and with equal weights. Where rounding turns a
+            # ReLU or a maximum, gradients differ by more than outputs do.
+            gradient_tolerance = 10 * tolerance
+        for difference in compare_values(
+            expected_values, actual_values, tolerance, gradient_tolerance
+        ):
+            differences.setdefault((difference.kind, difference.name), difference)
+    of_steps = sorted(differences.values(), key=lambda difference: ORDER.index(difference.kind))
+    of_evaluation = compare_values(expected_evaluation, actual_evaluation, tolerance, tolerance)
+    return [*of_steps, *of_evaluation]
+
+
+def compare_values(
+    expected: Values, actual: Values, tolerance: float, gradient_tolerance: float
+) -> list[Difference]:
+    """Returns the values that differ by more than rounding, see ``find_pair``."""
+    steepest = {kind: find_largest_of_kind(expected, kind) for kind in (GRADIENT, UPDATE)}
+    differences = []
+    for (kind, name), (expected_array, *_) in expected.items():
+        for array in actual.get((kind, name), []):
+            if kind in steepest:
+                pair = find_pair(expected_array, array, gradient_tolerance, steepest[kind])
+            else:
+                pair = find_pair(expected_array, array, tolerance, 1.0)
+            if pair is not None:
+                differences.append(Difference(kind, name, *pair))
+                break
+    return differences
+
+
+def find_pair(
+    expected: Array, actual: Array, tolerance: float, least: float
+) -> tuple[str, str] | None:
+    """Returns the first numbers that differ, or the shapes; None if they differ by rounding only.
+
+    Rounding is up to ``tolerance`` of the largest number that is expected, or of ``least``. Of
+    ragged tensors only the shapes are compared.
+    """
+    if tuple(expected.shape) != tuple(actual.shape):
+        return f"shape {tuple(expected.shape)}", f"shape {tuple(actual.shape)}"
+    if isinstance(expected, tf.RaggedTensor):
+        return None
+    rounding = 0.0
+    if not np.issubdtype(expected.dtype, np.integer) and expected.dtype != bool:
+        dtype = np.result_type(expected.dtype, np.float64)  # complex numbers stay complex
+        expected = expected.astype(dtype)
+        actual = actual.astype(dtype)
+        rounding = tolerance * max(find_largest(expected), least)
+    equal = np.isclose(expected, actual, rtol=0, atol=rounding, equal_nan=True)
+    if equal.all():
+        return None
+    first = tuple(np.argwhere(~equal)[0])
+    return f"{expected[first]:.6g}", f"{actual[first]:.6g}"
+
+
+def find_largest_of_kind(values: Values, kind: Kind) -> float:
+    """Returns the largest absolute value in the arrays of a kind; 0 if there are none."""
+    arrays = [components[0] for key, components in values.items() if key[0] is kind]
+    return max(map(find_largest, arrays), default=0.0)
+
+
+def find_largest(array: np.ndarray) -> float:
+    """Returns the largest absolute value of an array, in which NaN counts as 0."""
+    return float(np.nan_to_num(np.abs(array)).max(initial=0))
+
+
+def describe_differences(
+    measurement: Measurement, differences: Iterable[Difference], where: str
+) -> list[str]:
+    """Returns a line for each kind of difference: the hook, the values, and what to do.
+
+    The line of a value that is computed from one before it blames no hook.
+    """
+    by_kind: dict[Kind, list[Difference]] = {}
+    for difference in differences:
+        by_kind.setdefault(difference.kind, []).append(difference)
+    lines = []
+    earlier: set[str] = set()
+    if GRADIENT in by_kind:  # their updates differ for the same reason
+        by_kind.pop(UPDATE, None)
+    for kind, group in by_kind.items():
+        hook = find_blamed(measurement, kind)
+        names = describe_names(measurement, kind, group)
+        verb = "differs" if len(group) == 1 else "differ"
+        pair = f"[one device {group[0].on_one}, {where} {group[0].elsewhere}]"
+        if not earlier.isdisjoint(kind.follows):
+            lines.append(f"{names} {verb}, too, which may follow from the above {pair}")
+        else:
+            lines.append(f"{hook}: {names} {verb}: {kind.cure} {pair}")
+        earlier.add(kind.noun)
+    return lines
+
+
+def find_blamed(measurement: Measurement, kind: Kind) -> Hook:
+    """Returns the hook that is the most probable cause."""
+    hooks = measurement.state.hooks
+    if kind is EXTRA_LOSS and measurement.adding_layers:
+        return hooks.create_model
+    components = measurement.state.components
+    changes_loss = components.optimizers.keys() != components.unchanged_losses
+    for name in kind.hooks[:-1]:
+        hook: Hook = getattr(hooks, name)
+        if hook.is_default or (name == "grad_pre" and not changes_loss):
+            continue
+        return hook
+    return getattr(hooks, kind.hooks[-1])  # type: ignore[no-any-return]
+
+
+def describe_names(measurement: Measurement, kind: Kind, group: list[Difference]) -> str:
+    """Returns the noun and the names of some differences of one kind, such as ``the loss``."""
+    state = measurement.state
+    names = [
+        f"{difference.name}{describe_layer(state, difference.name)}" for difference in group[:3]
+    ]
+    noun = kind.noun
+    if len(group) > 1:
+        noun += "s"
+    described = f"the {noun} {', '.join(names)}".rstrip(" ,")
+    if len(group) > len(names):
+        described += f" and {len(group) - len(names)} more"
+    if kind is EXTRA_LOSS and measurement.adding_layers:
+        described += f" (add_loss of the layer {', '.join(measurement.adding_layers)})"
+    return described
+
+
+def describe_layer(state: State, name: str) -> str:
+    """Returns the innermost layer that has the variable of a name; empty if there is none."""
+    variable = state.recording.variables.get(name)
+    if variable is None:
+        return ""
+    holders = [
+        layer
+        for layer in state.recording.layers
+        if any(unwrap(held) is variable for held in layer.variables)
+    ]
+    if not holders:
+        return ""
+    layer = min(holders, key=lambda layer: len(layer.variables))
+    return f" of the layer '{layer.name}' ({type(layer).__name__})"

@@ -1,0 +1,345 @@
+"""Observes the values of training steps and of an evaluation, for ``train --check``.
+
+The values of a run are observed on several numbers of devices, and compared in differences.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.compat import add_called_ops, flatten_layers, read_added_losses
+from ctl_core.graph import StepFunctions
+from ctl_core.hooks.hooks import Hook
+from ctl_core.model.components import SINGLE_OBJECTIVE
+from ctl_core.model.metrics import read_results
+from ctl_core.model.state import State
+from ctl_core.numerics.randomness import is_noise_of_replica
+from ctl_core.numerics.replicas import ReplicaCopies, has_own_statistics
+from ctl_core.numerics.variables import cast_to_float32, is_summed, name_variable, walk
+from ctl_core.types import Model, ModelOutput
+
+FETCHES = frozenset({"loss", "gradients", "update_gradients", "output", "variables"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of value that is compared.
+
+    Attributes:
+        noun: what messages call it
+        hooks: the hooks that may be the cause; the first one that the user wrote is named,
+            otherwise the last one
+        cure: what to do
+        follows: the nouns of the kinds that such a value is computed from
+    """
+
+    noun: str
+    hooks: tuple[str, ...]
+    cure: str
+    follows: tuple[str, ...] = ()
+
+
+_EXCHANGE = (
+    "let replicas exchange the values it is computed from, by ctl_core.all_reduce or all_gather"
+)
+_NO_SUM = f"it is no sum over the examples one by one, or is summed twice; {_EXCHANGE}"
+_METRIC = (
+    "replicas add up its variables; if its state is no sum, give replica 0 the rows of all "
+    "replicas, by ctl_core.all_gather, and the others none"
+)
+VARIABLE = Kind("variable", ("create_model",), _EXCHANGE)
+OUTPUT = Kind("output", ("create_model",), _EXCHANGE, ("variable",))
+EXTRA_LOSS = Kind(
+    "extra loss",
+    ("grad_pre", "create_model"),
+    "each replica counts by its rows, so it must not grow with them: return a mean over the rows, "
+    f"or {_EXCHANGE}",
+    ("variable", "output"),
+)
+LOSS = Kind("loss", ("grad_pre", "create_loss"), _NO_SUM, ("variable", "output"))
+LOGGED = Kind(
+    "part of the loss", ("grad_pre",), "give it one number per example", ("variable", "output")
+)
+GRADIENT = Kind(
+    "gradient",
+    ("grad_pre", "create_loss"),
+    _EXCHANGE,
+    ("variable", "output", "extra loss", "loss"),
+)
+UPDATE = Kind("update", ("update_pre",), _EXCHANGE, (*GRADIENT.follows, "gradient"))
+TRAIN_METRIC = Kind("train metric", ("train_metric_pre",), _METRIC, ("variable", "output", "loss"))
+EVAL_LOSS = Kind(
+    "loss of an evaluation", ("eval_pre", "create_loss"), _NO_SUM, ("output", "extra loss", "loss")
+)
+METRIC = Kind("metric", ("metric_pre",), _METRIC, ("output",))
+# In the order in which a step computes them: a value that differs makes later ones differ.
+ORDER = (
+    VARIABLE, OUTPUT, EXTRA_LOSS, LOSS, LOGGED, GRADIENT, UPDATE, TRAIN_METRIC, EVAL_LOSS, METRIC,
+)  # fmt: skip
+
+Array: TypeAlias = np.ndarray | tf.RaggedTensor
+# A kind of value, and the name of the value.
+ValueKey: TypeAlias = tuple[Kind, str]
+# The values of one moment. A value has an array for each replica that may have its own, and one
+# array otherwise.
+Values: TypeAlias = dict[ValueKey, list[Array]]
+
+
+class Observations(NamedTuple):
+    """The values of a run on some number of devices.
+
+    Attributes:
+        training: after a step without noise, then after each of two steps with it; after two
+            steps if steps with noise are the same
+        evaluation: the results of an evaluation
+    """
+
+    training: list[Values]
+    evaluation: Values
+
+
+class NoisySteps(enum.Enum):
+    """How steps with noise are compared; the measurement on one device finds out."""
+
+    UNKNOWN = enum.auto()
+    COMPARED = enum.auto()
+    SAME_GRAPH = enum.auto()  # nothing depends on ``training``: steps without noise are the same
+    NOT_COMPARED = enum.auto()  # noise leaves nothing to compare
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtraLossHook(Hook):
+    """``grad_pre``, with the extra loss among the logged parts of the loss.
+
+    The two are compared separately: a difference of the extra loss is no fault of ``create_loss``.
+
+    Attributes:
+        adding_layers: descriptions of the layers that have called ``add_loss``
+    """
+
+    adding_layers: set[str] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def wrap(cls, hook: Hook) -> ExtraLossHook:
+        """Returns the hook of the run, with the extra loss logged."""
+        return cls(**{field.name: getattr(hook, field.name) for field in dataclasses.fields(Hook)})
+
+    def trace(self, **values: Any) -> Any:
+        """Returns the hook's result, with each objective's extra loss among the logged parts."""
+        returned = super().trace(**values)
+        for layer in find_layers(values["train_model"]):
+            if read_added_losses(layer):
+                self.adding_layers.add(f"'{layer.name}' ({type(layer).__name__})")
+        if isinstance(returned, dict):
+            return {name: log_extra_loss(name, parts) for name, parts in returned.items()}
+        return log_extra_loss(values["objective"] or SINGLE_OBJECTIVE, returned)
+
+
+def log_extra_loss(objective: str, returned: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Adds the extra loss to the logged parts of what ``grad_pre`` returned for an objective."""
+    loss_per_batch, extra_loss, variables, *logged = returned
+    value = cast_to_float32(tf.convert_to_tensor(extra_loss))
+    parts = {**dict(*logged), name_extra_loss(objective): tf.cast(value, tf.float32)}
+    return loss_per_batch, extra_loss, variables, parts
+
+
+def name_extra_loss(objective: str) -> str:
+    """Returns the name under which the extra loss of an objective is logged."""
+    return f"extra loss of objective {objective!r}"
+
+
+def find_layers(model: Model) -> Iterator[keras.Layer]:
+    """Yields the Keras layers of a model, or of what another callable encloses."""
+    for item in walk(model):
+        yield from flatten_layers(item)
+
+
+class Observer:
+    """Observes the values of steps and of an evaluation; variables are put back.
+
+    The data are read on: graphs that are already traced have captured the iterator.
+
+    Attributes:
+        noisy_steps: how steps with noise are compared
+        graph: of the last step that was taken
+    """
+
+    def __init__(self, state: State, noisy_steps: NoisySteps) -> None:
+        """Prepares for a run that has not begun."""
+        self.noisy_steps = noisy_steps
+        self.graph: tf.Graph | None = None
+        self._state = state
+        self._copies = ReplicaCopies(state.strategy, list(state.recording.variables.values()))
+
+    def observe(self) -> Observations:
+        """Returns the values.
+
+        Only integers are among those of steps in which each replica draws its own random numbers,
+        or normalizes its own batch.
+        """
+        writer = tf.summary.create_noop_writer()
+        quiet = StepFunctions(self._state, writer, quiet=True)
+        noisy = StepFunctions(self._state, writer)
+        if self.noisy_steps is NoisySteps.UNKNOWN:
+            self.noisy_steps = NoisySteps.COMPARED
+            if has_same_graph(quiet, noisy):
+                self.noisy_steps = NoisySteps.SAME_GRAPH
+        quiet_steps = 1
+        if self.noisy_steps is NoisySteps.SAME_GRAPH:
+            quiet_steps = 2
+        training = self._take_steps(quiet, quiet_steps, is_quiet=True)
+        if self.noisy_steps is NoisySteps.COMPARED:
+            noisy_values = self._take_steps(noisy, 2, is_quiet=False)
+            if not any(noisy_values):
+                self.noisy_steps = NoisySteps.NOT_COMPARED
+            training += noisy_values
+        return Observations(training, read_evaluation(self._state))
+
+    def _take_steps(self, functions: StepFunctions, steps: int, is_quiet: bool) -> list[Values]:
+        observed = []
+        exact: bool | None = None
+        with self._copies.put_back_after():
+            for _ in range(steps):
+                fetched = functions.take_steps(1, FETCHES)
+                if exact is None:
+                    exact = is_exact(self._state, functions, is_quiet)
+                values = dict(read_variables(self._state, exact))
+                if exact:
+                    values |= read_step(self._state, fetched)
+                observed.append(values)
+        self.graph = functions.trace(FETCHES).graph
+        return observed
+
+
+def has_same_graph(quiet: StepFunctions, noisy: StepFunctions) -> bool:
+    """Returns whether two functions take steps by the same ops, with the same attributes."""
+    descriptions = [
+        list(map(describe_fully, add_called_ops(functions.trace(FETCHES).graph.get_operations())))
+        for functions in (quiet, noisy)
+    ]
+    return descriptions[0] == descriptions[1]
+
+
+def describe_fully(op: tf.Operation) -> tuple[str, dict[str, bytes]]:
+    """Returns the type of an op and its attributes, without names that each trace makes anew."""
+    attributes = {
+        name: value.SerializeToString()
+        for name, value in op.node_def.attr.items()
+        if not (name.startswith("_") or value.HasField("func") or value.list.func)
+    }
+    return op.type, attributes
+
+
+def is_exact(state: State, functions: StepFunctions, quiet: bool) -> bool:
+    """Returns whether a step should compute the same on any number of devices."""
+    if any(is_noise_of_replica(op) for op in functions.list_operations()):
+        return False
+    generators = set(map(id, state.recording.generators))
+    written = state.recording.find_written(functions.trace(FETCHES).graph, state.strategy)
+    if any(id(variable) in generators for variable in written):
+        return False
+    return quiet or not any(map(has_own_statistics, state.recording.layers))
+
+
+def read_variables(state: State, exact: bool) -> Iterator[tuple[ValueKey, list[Array]]]:
+    """Yields the integer variables; if exact, all variables that the forward pass writes.
+
+    Left out are counters of the engine, of the data, of optimizers and of random generators.
+    """
+    compared = set()
+    if exact:
+        compared = {id(written.variable) for written in state.components.written}
+    generators = set(map(id, state.recording.generators))
+    for name, variable in state.recording.variables.items():
+        is_counter = (
+            name.startswith(("engine/", "create_dataset/", "create_opt/"))
+            or id(variable) in generators
+        )
+        is_compared = variable.dtype.is_integer and not is_counter
+        if not (is_compared or id(variable) in compared):
+            continue
+        if is_summed(variable):
+            components = [variable.read_value()]
+        else:
+            components = state.strategy.experimental_local_results(variable)
+        yield (VARIABLE, name), [component.numpy() for component in components]
+
+
+def read_step(state: State, fetched: dict[str, Any]) -> Values:
+    """Returns the values of a step: outputs, losses, gradients, updates and train metrics."""
+    values: Values = dict(read_outputs(state, fetched["output"]))
+    results = read_results(state.components.list_logged_metrics())
+    values |= read_losses(state, by_objective(fetched["loss"]), results.scalars)
+    for name, array in results.arrays.items():
+        values[TRAIN_METRIC, name] = [array]
+    variables = by_objective(fetched["variables"])
+    for kind, fetch in ((GRADIENT, "gradients"), (UPDATE, "update_gradients")):
+        for objective, gradients in by_objective(fetched[fetch]).items():
+            for variable, gradient in zip(variables[objective], gradients, strict=True):
+                if gradient is not None:
+                    array = tf.convert_to_tensor(gradient).numpy()
+                    values[kind, name_variable(variable)] = [array]
+    return values
+
+
+def by_objective(value: Any) -> dict[str, Any]:
+    """Returns a fetched value by objective; a single one is under ``SINGLE_OBJECTIVE``."""
+    if isinstance(value, dict):
+        return value
+    return {SINGLE_OBJECTIVE: value}
+
+
+def read_outputs(state: State, output: ModelOutput) -> Iterator[tuple[ValueKey, list[Array]]]:
+    """Yields the parts of the output that have a row for each example.
+
+    Other parts are one value for each replica: they matter only if a loss or an update uses them.
+    """
+    for index, tensor in enumerate(tf.nest.flatten(output)):
+        if not isinstance(tensor, tf.Tensor | tf.RaggedTensor) or tensor.dtype == tf.string:
+            continue
+        has_rows = tensor.shape.rank != 0 and tensor.shape[0] == state.components.shape.batch
+        if has_rows or not state.data.shape.by_rows:
+            value = tensor
+            if isinstance(tensor, tf.Tensor):
+                value = tensor.numpy()
+            yield (OUTPUT, str(index)), [value]
+
+
+def read_losses(state: State, losses: dict[str, Any], metrics: dict[str, float]) -> Values:
+    """Returns the losses, extra losses, logged parts and train metrics.
+
+    Without ``batch_weight``, the extra loss is subtracted from the loss, so that a difference is
+    found in one of the two. With it, replicas count by weights that the mean does not know.
+    """
+    values: Values = {}
+    for objective, loss in losses.items():
+        extra_loss = metrics.pop(name_extra_loss(objective), 0.0)
+        number = loss.numpy()
+        if state.hooks.batch_weight is None:
+            values[EXTRA_LOSS, objective] = [np.array(extra_loss)]
+            number = number - extra_loss
+        values[LOSS, objective] = [number]
+    for name, value in metrics.items():
+        kind = LOGGED if name in state.components.loss_metrics else TRAIN_METRIC
+        values[kind, name] = [np.array(value)]
+    return values
+
+
+def read_evaluation(state: State) -> Values:
+    """Evaluates, and returns the results."""
+    if state.evaluation is None:
+        return {}
+    values: Values = {}
+    for name, value in state.evaluation.evaluate().items():
+        kind = EVAL_LOSS if name.rpartition("/")[2] == "loss" else METRIC
+        values[kind, name] = [np.array(value)]
+    for name, array in state.evaluation.arrays.items():
+        values[METRIC, name] = [array]
+    return values
