@@ -15,7 +15,6 @@ import keras
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.checkpoint.folder import Run
 from ctl_core.checkpoint.initial_weights import (
     InitialWeights,
     check_patterns,
@@ -29,12 +28,14 @@ from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluatio
 from ctl_core.graph import choose_compilation
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
+from ctl_core.hooks.optimizer_groups import OptimizerGroups, is_pairs
 from ctl_core.hooks.optimizers import refuse_loss_scales
 from ctl_core.hooks.recording import Recording, record_nothing, unfreeze
 from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
 from ctl_core.input.caches import refuse_shared_caches
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
+from ctl_core.model.averages import WeightAverage, find_moving_statistics
 from ctl_core.model.components import (
     SINGLE_OBJECTIVE,
     Compilation,
@@ -43,6 +44,7 @@ from ctl_core.model.components import (
     TraceContext,
     WrittenVariable,
 )
+from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.forward import (
     ReplicaObjective,
     call_made,
@@ -53,17 +55,10 @@ from ctl_core.model.forward import (
 from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
 from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.model.state import State
-from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, Rate, RateSchedule, make_rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
-from ctl_core.numerics.randomness import keep_seeds
+from ctl_core.numerics.randomness import find_drawing_layers, keep_seeds
 from ctl_core.numerics.reduction import PIECES
-from ctl_core.numerics.replicas import (
-    ReplicaCopies,
-    WeightAverage,
-    find_drawing_layers,
-    find_moving_statistics,
-)
 from ctl_core.numerics.variables import (
     is_summed,
     make_trackable,
@@ -74,6 +69,7 @@ from ctl_core.numerics.variables import (
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, format_error
 from ctl_core.run.settings import SETTINGS, Config
+from ctl_core.session.run import Run
 from ctl_core.step import call_update_pre
 from ctl_core.types import Model
 
@@ -93,8 +89,8 @@ def leave_run() -> Iterator[None]:
     - whether ops are deterministic
     - what is recorded: variables, layers, and the layers that callbacks.py made when imported
 
-    ``folder.open_session`` puts back the console and the step of summaries, and ``Signals`` the
-    signal handlers.
+    ``session.run.open_session`` puts back the console and the step of summaries, and ``Signals``
+    the signal handlers.
     """
     global _policy_outside
     policy = keras.config.dtype_policy()
@@ -385,7 +381,7 @@ class _Builder:
         Returns:
             What was loaded; None if nothing is to be loaded.
         """
-        if self.config.init_from is None or self.run.start is not None:
+        if self.config.init_from is None or self.run.source is not None:
             return None
         # Random numbers are determined by the seed of this run.
         generators = ReplicaCopies(self.strategy, self.recording.generators)

@@ -17,11 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.build import create_state, leave_run, prepare_process
-from ctl_core.checkpoint.checkpoints import Checkpoints
-from ctl_core.checkpoint.folder import Run, open_session
-from ctl_core.checkpoint.source import CheckpointName, Source
-from ctl_core.cluster.task import Task
+from ctl_core.build import leave_run
+from ctl_core.checkpoint.source import CheckpointName
 from ctl_core.compat import make_scratch_graph, run_layers
 from ctl_core.hooks.callbacks_file import find_callbacks, keep_imports, load_callbacks
 from ctl_core.hooks.recording import find_tables
@@ -30,11 +27,12 @@ from ctl_core.model.components import TraceContext
 from ctl_core.model.forward import call_made, call_model
 from ctl_core.model.state import State
 from ctl_core.numerics.variables import cast_to_float32
-from ctl_core.run.console import Console, create_console
+from ctl_core.read_only import restore_run
+from ctl_core.run.console import create_console
 from ctl_core.run.errors import SetupError, find_users_line, format_error
 from ctl_core.run.files import relative_path
+from ctl_core.run.layers import load_config
 from ctl_core.run.settings import Config
-from ctl_core.run.sources import load_config
 from ctl_core.types import Structure
 
 
@@ -270,32 +268,6 @@ def _without_nones(structure: Structure) -> Structure:
     return structure
 
 
-@contextmanager
-def open_run(callbacks: Any, config: Config) -> Iterator[tuple[State, Run, Console]]:
-    """Builds the state of a run that is only read, on one device."""
-    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
-    config = config.remove_periods()
-    run, console = Run(config, Task(), reading=True), create_console()
-    with open_session(run, console), prepare_process(config):
-        yield create_state(callbacks, config, run, console), run, console
-
-
-@contextmanager
-def restore_run(
-    callbacks: Any, config: Config, checkpoint: CheckpointName
-) -> Iterator[tuple[State, Console]]:
-    """Builds the state of a run and restores a checkpoint; the weights are averaged with ``ema``.
-
-    Raises:
-        SetupError: there is no such checkpoint, or it does not fit.
-    """
-    with open_run(callbacks, config) as (state, run, console):
-        source = Source("checkpoint", run.path, checkpoint)
-        Checkpoints(state, console).restore(source, with_input=False)
-        console.say(f"{run.shown}: checkpoint of step {state.step}.")
-        yield state, console
-
-
 _loading: list[Path] = []  # the runs that are being loaded, outermost first
 
 
@@ -322,10 +294,10 @@ def load(run: str | Path, checkpoint: CheckpointName = None, callbacks: Any = No
     with leave_run(), keep_imports(), _note_loading(folder):
         if callbacks is None:
             name, project = config.callbacks, _find_project(folder, config.runs_dir)
-            source = find_callbacks(name, folder, name, training=False, project=project)
-            if source.note:
-                create_console().say(source.note)
-            callbacks = load_callbacks(source, project)
+            hooks_file = find_callbacks(name, folder, name, training=False, project=project)
+            if hooks_file.note:
+                create_console().say(hooks_file.note)
+            callbacks = load_callbacks(hooks_file, project)
         own = dataclasses.replace(config, run_name=folder.name, runs_dir=str(folder.parent))
         with restore_run(callbacks, own, checkpoint) as (state, _):
             return create_inference(state)

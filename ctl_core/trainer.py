@@ -26,24 +26,21 @@ from ctl_core.hooks.hooks import Hook
 from ctl_core.model.components import TraceContext
 from ctl_core.model.failures import attribute_errors
 from ctl_core.model.metrics import read_results
-from ctl_core.model.state import (
-    Clock,
-    State,
-    check_hook_state,
-    count_parameters,
-    describe_end,
-    describe_start,
-    record_nonfinite,
-    warn_of_nonfinite,
-)
-from ctl_core.numerics.not_finite import NonFinite
+from ctl_core.model.state import Clock, State, check_hook_state
+from ctl_core.numerics.not_finite import NEVER, NonFinite
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, RunError, SetupError, StopTraining
 from ctl_core.schedule import MOST_STEPS, Schedule, StepsPerCall, convert_to_steps
+from ctl_core.session.messages import (
+    count_parameters,
+    describe_end,
+    describe_nonfinite,
+    describe_start,
+)
 
 if TYPE_CHECKING:
-    from ctl_core.checkpoint.folder import Run
+    from ctl_core.session.run import Run
 
 # What a run that starts from scratch prints if it has several replicas.
 CHECK_ADVICE = (
@@ -90,7 +87,7 @@ class Trainer:
         """
         state = self.state
         config = state.config
-        record = self.checkpoints.restore(self._run.start)
+        record = self.checkpoints.restore(self._run.source)
         self.start = state.step
         last = config.steps
         if config.epochs is not None:
@@ -123,11 +120,11 @@ class Trainer:
             for criterion_state in progress.best.values():
                 criterion_state[2] = 0  # evaluations since the best one, which early_stop counts
 
-    def train(self, source: bytes | None = None) -> None:
+    def train(self, hooks_file: bytes | None = None) -> None:
         """Trains from ``start`` on, and prints how training begins and ends.
 
         Args:
-            source: the file of the hooks, of which the run keeps a copy
+            hooks_file: the content of the file with the hooks, of which the run keeps a copy
         """
         state = self.state
         run = self._run
@@ -138,7 +135,7 @@ class Trainer:
             self._check_step()
         if state.cluster.task.chief and (going_on or not run.config_file.exists()):
             run.listeners.candidates.append(Pace(state, run.summaries))
-            run.open(state.config, self.start, source, self.functions.devices)
+            run.open(state.config, self.start, hooks_file, self.functions.devices)
             console.listeners = run.listeners
         console.say(describe_start(state, self.start, schedule.last))
         if not going_on:
@@ -163,7 +160,8 @@ class Trainer:
             self.checkpoints.close()
             self._profile.end()
         console.stop()
-        warn_of_nonfinite(state, console)
+        for warning in describe_nonfinite(state):
+            console.warn(warning)
         console.say(describe_end(state, self.start))
         if state.diverged and ending != "stopped":
             ending = "diverged"
@@ -282,9 +280,28 @@ class Trainer:
         self._steps_per_call.limit = status.steps_per_call
         self.checkpoints.save_requested = status.save
         noted = NonFinite(status.first, status.latest, status.bad, noted.zeroed)
-        record_nonfinite(self.state, noted, self._console)
+        self._record_nonfinite(noted)
         if status.end and step < self._schedule.last:
             self.state.progress.ended, self._schedule.last = self._schedule.last, step
+
+    def _record_nonfinite(self, noted: NonFinite) -> None:
+        """Adds what is known of the steps of a graph call, and warns of the first bad loss.
+
+        Raises:
+            RunError: ``on_nan`` is stop, and a loss is not finite.
+        """
+        progress = self.state.progress
+        is_first = progress.noted.first == NEVER
+        progress.noted = progress.noted.merge_later(noted)
+        if not noted.steps:
+            return
+        if self.state.config.on_nan == "stop":
+            raise RunError(f"the loss of step {noted.first} is not finite (on_nan: stop).")
+        if is_first:
+            self._console.warn(
+                f"the loss of step {noted.first} is not finite; --detect-anomaly finds the op, "
+                "layer and line that it comes from, and on_nan: stop would end training there."
+            )
 
     def _evaluate(self, step: int) -> None:
         """Evaluates, if that is due and not done yet, and acts upon the values."""

@@ -19,21 +19,22 @@ import tensorflow as tf
 
 from ctl_core.build import create_state, prepare_process
 from ctl_core.checkpoint.checkpoints import reject_unsaved
-from ctl_core.checkpoint.folder import Run, open_session
 from ctl_core.cluster.task import Task
 from ctl_core.commands.check_console import CheckConsole
 from ctl_core.compat import add_called_ops, flatten_layers, read_added_losses
 from ctl_core.evaluation.evaluate import EvaluationSet
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook, Hooks
+from ctl_core.model.averages import has_own_statistics
 from ctl_core.model.components import SINGLE_OBJECTIVE
+from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.metrics import read_results
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import is_noise_of_replica
-from ctl_core.numerics.replicas import ReplicaCopies, has_own_statistics
 from ctl_core.numerics.variables import cast_to_float32, is_summed, name_variable, unwrap, walk
 from ctl_core.run.errors import CtlError, RunError, SetupError, format_error
 from ctl_core.run.settings import Config
+from ctl_core.session.run import Run, open_session
 
 DEVICES = 3
 TOLERANCE = 1e-3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +16,11 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.recording import Recording
 from ctl_core.input.stream import Input
+from ctl_core.model.averages import WeightAverage
 from ctl_core.model.components import Components
 from ctl_core.numerics.learning_rate import LearningRate
-from ctl_core.numerics.not_finite import NEVER, NonFinite
-from ctl_core.numerics.replicas import WeightAverage, describe_nature
-from ctl_core.numerics.variables import trainable_variables
-from ctl_core.run.console import Console, format_evaluation
+from ctl_core.numerics.not_finite import NonFinite
 from ctl_core.run.errors import RunError, quote
-from ctl_core.run.files import relative_path
 from ctl_core.run.listeners import FILE, read_metrics
 from ctl_core.run.settings import Config
 
@@ -190,83 +186,3 @@ class State:
     def diverged(self) -> bool:
         """Whether the loss of the last step was not finite, unless ``on_nan`` is ignore."""
         return self.step > 0 and self.progress.noted.latest == self.step
-
-
-def describe_start(state: State, start: int, last: int) -> str:
-    """Says where training begins, how far it goes, and on what."""
-    config = state.config
-    replicas = state.components.shape.replicas
-    run = relative_path(state.run_dir)
-    if state.ended or start >= last:
-        early, go_on = "ended early, " * state.ended, ", or --continue," * state.ended
-        done = f"{early}at step {start} of {last}, nothing left to train"
-        return f"{run}: {done}; more steps{go_on} let it go on."
-    doing = f"resuming at step {start}" if start else "training"
-    count = config.accumulate_steps
-    batch = f"batch size {config.batch_size}" + f" in {count} micro-batches" * (count > 1)
-    kinds = {d.split("device:")[-1].split(":")[0] for d in state.strategy.extended.worker_devices}
-    where = f"{replicas} replica{'s' * (replicas > 1)} on {', '.join(sorted(kinds))}"
-    where += f", in {' and '.join(state.computed_in)}" * bool(state.computed_in)
-    if "GPU" in kinds and not config.jit_compile:
-        where += "; --jit-compile trains small models several times as fast"
-    nature = ""
-    if replicas > 1:
-        nature = describe_nature(state.recording.layers, state.components.drawing_layers)
-    return f"{run}: {doing}, to step {last}, {batch}, {where}.{nature}"
-
-
-def count_parameters(state: State) -> str:
-    """Returns ``97 parameters to train``, of the model and of the loss; frozen ones are none."""
-    both = *trainable_variables(state.train_model), *trainable_variables(state.train_loss)
-    sizes = {id(variable): variable.shape.num_elements() for variable in both}
-    return f"{sum(sizes.values()):,} parameters to train"
-
-
-def describe_end(state: State, start: int) -> str:
-    """Says how training has ended, how long it took, and what the last evaluation found."""
-    clock = state.clock
-    if state.stopped_by is not None:
-        name = signal.Signals(state.stopped_by).name
-        again = f"--run-name {Path(state.run_dir).name}"
-        head = f"stopped by {name}, saved; goes on from here with {again}"
-    else:
-        head = "ended early" if state.ended else "done"
-    took = f"{state.step - start} steps in {clock.measure_all():.1f} s"
-    if (rest := clock.measure_all() - clock.measure_training()) > 0.1:
-        took += f", {rest:.1f} s of them evaluations and checkpoints"
-    parts = [f"step {state.step}", took]
-    if state.metrics:
-        parts.append(format_evaluation(state.metrics, state.progress.evaluated, state.step))
-    return f"{head}: {'; '.join(parts)}. Everything is in {relative_path(state.run_dir)}"
-
-
-def warn_of_nonfinite(state: State, console: Console) -> None:
-    """Says in which steps a number was not finite."""
-    noted = state.progress.noted
-    if noted.steps:
-        at_least = "at least " * (state.cluster.task.processes > 1)
-        console.warn(
-            f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, from "
-            f"{noted.first} to {noted.latest}{', the last one' * state.diverged}."
-        )
-    if noted.zeroed:
-        console.warn(
-            f"update_pre removed NaN from gradients in {noted.zeroed} of {state.step} steps."
-        )
-
-
-def record_nonfinite(state: State, found: NonFinite, console: Console) -> None:
-    """Notes what a graph call has found, and says so at the first loss that is not finite.
-
-    Raises:
-        RunError: ``on_nan`` is stop, and a loss is not finite.
-    """
-    progress = state.progress
-    before, progress.noted = progress.noted, progress.noted.merge_later(found)
-    if found.steps and state.config.on_nan == "stop":
-        raise RunError(f"the loss of step {found.first} is not finite (on_nan: stop).")
-    if found.steps and before.first == NEVER:
-        console.warn(
-            f"the loss of step {found.first} is not finite; --detect-anomaly finds the op, layer "
-            "and line that it comes from, and on_nan: stop would end training there."
-        )

@@ -89,6 +89,34 @@ def _merge_rows(compiled: bool, gradient: Gradient) -> Gradient:
     return tf.IndexedSlices(values, unique, gradient.dense_shape)
 
 
+def encode_for_sum(value: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor of any dtype but string as float32, float64 or int64, without loss.
+
+    These are the dtypes that every all-reduce can sum. NCCL has no bool, complex numbers or small
+    integers, and TensorFlow sums int32 on the host, and nothing else together with it. The real and
+    the imaginary part of a complex number are in a new last axis.
+    """
+    dtype = value.dtype
+    if dtype.is_complex:
+        return tf.stack([tf.math.real(value), tf.math.imag(value)], axis=-1)
+    if dtype == tf.uint64:  # its largest numbers do not exist in int64
+        return tf.bitcast(value, tf.int64)
+    if dtype.is_bool or dtype.is_integer:
+        return tf.cast(value, tf.int64)
+    if dtype == tf.float64:
+        return value
+    return tf.cast(value, tf.float32)
+
+
+def decode_sum(encoded: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns the tensor of a dtype that ``encode_for_sum`` encoded."""
+    if dtype.is_complex:
+        return tf.complex(encoded[..., 0], encoded[..., 1])
+    if dtype == tf.uint64:
+        return tf.bitcast(encoded, tf.uint64)
+    return tf.cast(encoded, dtype)
+
+
 def multiply(values: Structure, factor: tf.Tensor) -> Structure:
     """Multiplies the tensors of a structure, dense or sparse, by a number."""
     return tf.nest.map_structure(
