@@ -21,7 +21,9 @@ from ctl_core.numerics.variables import unwrap
 _STRIDE = 1_000_003
 
 
-def fold_in_replica_id(generators: list[Any], strategy: tf.distribute.Strategy, task: Task) -> None:
+def fold_in_replica_id(
+    generators: list[tf.Variable], strategy: tf.distribute.Strategy, task: Task
+) -> None:
     """Gives each replica seeds of its own, computed from those of the first replica.
 
     Called once, after the model was created and restored. Until then, all replicas have the seeds
