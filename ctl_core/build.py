@@ -426,7 +426,7 @@ class _Builder:
         """Loads the weights that ``init_from`` names, if the run starts from scratch.
 
         Returns:
-            What was loaded; None if nothing is to be loaded.
+            The loaded weights; None if nothing is to be loaded.
         """
         if self.config.init_from is None or self.run.source is not None:
             return None
@@ -456,7 +456,8 @@ class _Builder:
             variables = list(objective.variables)
             if name == SINGLE_OBJECTIVE:
                 variables += weights
-            by_identity.setdefault(name, {}).update({id(v): v for v in variables})
+            identified = {id(variable): variable for variable in variables}
+            by_identity.setdefault(name, {}).update(identified)
         collected = {name: list(variables.values()) for name, variables in by_identity.items()}
         for name, variables in collected.items():
             problem = find_untrainable(variables, self.strategy)

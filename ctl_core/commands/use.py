@@ -63,9 +63,9 @@ def evaluate(
     Raises:
         SetupError: there is no evaluation data, or no checkpoint.
     """
-    if watch and checkpoint is not None:
-        raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
     if watch:
+        if checkpoint is not None:
+            raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
         with open_run(callbacks, config) as (state, run, console):
             return _watch(state, run, console)
     with restore_run(callbacks, config, checkpoint) as (state, console):
