@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from ctl_core.numerics.variables import regularization, trainable_variables
     from ctl_core.run.console import report, show_step
     from ctl_core.run.errors import CtlError, RunError, SetupError, StopTraining
+    from ctl_core.run.layers import load_config
     from ctl_core.run.listeners import Listener
     from ctl_core.run.settings import Config
-    from ctl_core.run.sources import load_config
     from ctl_core.serving import LoadedModel, load
 
 __version__ = "1.0.0"
@@ -54,7 +54,7 @@ _HOME = {
     "deferred": "hooks.defaults",
     "leading_dimension": "hooks.defaults",
     "load": "serving",
-    "load_config": "run.sources",
+    "load_config": "run.layers",
     "nan_to_zero": "hooks.defaults",
     "num_replicas": "cluster.collectives",
     "regularization": "numerics.variables",

@@ -26,7 +26,12 @@ try:
     from ctl_core.cluster.signals import INTERRUPTED
     from ctl_core.cluster.task import LONGEST, Task, read_task
     from ctl_core.commands.cli import COMMANDS, Command, parse_command
-    from ctl_core.hooks.callbacks_file import Source, check_compiles, find_callbacks, load_callbacks
+    from ctl_core.hooks.callbacks_file import (
+        HooksFile,
+        check_compiles,
+        find_callbacks,
+        load_callbacks,
+    )
     from ctl_core.hooks.reference import find_spec, format_hook, format_table
     from ctl_core.run.files import choose_run_name
     from ctl_core.run.settings import Config
@@ -146,26 +151,26 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
     # TensorFlow's C++ messages are about the machine, not the run. When a cluster loses a process
     # there are many of them, and the engine reports the loss in one line.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if config.debug else "3")
-    source = find_callbacks(config.callbacks, command.run, command.trained_with, is_training)
+    hooks_file = find_callbacks(config.callbacks, command.run, command.trained_with, is_training)
     if not is_supervised:  # the supervisor has printed the notes
-        _print_notes(command, task, source)
-    check_compiles(source)
+        _print_notes(command, task, hooks_file)
+    check_compiles(hooks_file)
     if not is_training or command.options["check"]:
         config = _leave_cluster(config)
     elif config.workers > 1 and not is_supervised:
         name = config.run_name or choose_run_name(Path(config.runs_dir))
         return supervisor.start_cluster(argv, dataclasses.replace(config, run_name=name))
-    return _run_here(command, config, source)
+    return _run_here(command, config, hooks_file)
 
 
-def _print_notes(command: Command, task: Task, source: Source) -> None:
+def _print_notes(command: Command, task: Task, hooks_file: HooksFile) -> None:
     """Prints which settings were ignored, the place in the cluster, and if callbacks.py changed."""
     for note in command.notes:
         print(note, flush=True)
     if task.processes > 1:
         print(f"cluster: {task.describe(task.index)}, of {task.processes}", flush=True)
-    if source.note:
-        print(source.note, flush=True)
+    if hooks_file.note:
+        print(hooks_file.note, flush=True)
 
 
 def _leave_cluster(config: Config) -> Config:
@@ -175,13 +180,13 @@ def _leave_cluster(config: Config) -> Config:
     return dataclasses.replace(config, workers=1, strategy=strategy)
 
 
-def _run_here(command: Command, config: Config, source: Source) -> int:
+def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
     """Runs a command in this process.
 
     Args:
         command: the command
         config: its settings, as they apply to this process
-        source: the file with the hooks
+        hooks_file: the file with the hooks
     """
     is_training = command.name == "train"
     folder = Path.cwd()
@@ -191,10 +196,10 @@ def _run_here(command: Command, config: Config, source: Source) -> int:
     if is_training:
         _prepare_devices(config, command.options["check"])
     quiet_libraries(not config.debug)
-    callbacks = load_callbacks(source)
+    callbacks = load_callbacks(hooks_file)
     if Path.cwd() != folder:  # callbacks.py has changed the folder; the run's place stays the same
         config = dataclasses.replace(config, runs_dir=str(folder / config.runs_dir))
-    if source.path != source.stands_for:
+    if hooks_file.path != hooks_file.stands_for:
         config = dataclasses.replace(config, callbacks=command.trained_with)
     if is_training:
         return _train(callbacks, config, command.options)

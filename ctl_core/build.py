@@ -1,7 +1,7 @@
-"""Everything a run is made of, created in the right order under the strategy's scope.
+"""Builds the state of a run: calls the create hooks in the right order under the strategy's scope.
 
-All that hooks create is recorded, see hooks/recording.py. ``train``, ``evaluate``, ``predict`` and
-``export`` start from here.
+Everything that hooks create is recorded, see hooks/recording.py. All commands that use a run start
+from here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import keras
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.checkpoint.folder import Run
 from ctl_core.checkpoint.initial_weights import (
     InitialWeights,
     check_patterns,
@@ -29,20 +28,24 @@ from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluatio
 from ctl_core.graph import choose_compilation
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
+from ctl_core.hooks.optimizer_groups import OptimizerGroups, is_pairs
 from ctl_core.hooks.optimizers import refuse_loss_scales
 from ctl_core.hooks.recording import Recording, record_nothing, unfreeze
 from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
 from ctl_core.input.caches import refuse_shared_caches
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
+from ctl_core.model.averages import WeightAverage, find_moving_statistics
 from ctl_core.model.components import (
     SINGLE_OBJECTIVE,
     Compilation,
     Components,
     ForwardComponents,
+    StepContext,
     TraceContext,
     WrittenVariable,
 )
+from ctl_core.model.copies import ReplicaCopies, list_local_components
 from ctl_core.model.forward import (
     ReplicaObjective,
     call_made,
@@ -53,17 +56,10 @@ from ctl_core.model.forward import (
 from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
 from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.model.state import State
-from ctl_core.numerics.groups import OptimizerGroups, is_pairs
 from ctl_core.numerics.learning_rate import LearningRate, Rate, RateSchedule, make_rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
-from ctl_core.numerics.randomness import keep_seeds
+from ctl_core.numerics.randomness import find_drawing_layers, keep_seeds
 from ctl_core.numerics.reduction import PIECES
-from ctl_core.numerics.replicas import (
-    ReplicaCopies,
-    WeightAverage,
-    find_drawing_layers,
-    find_moving_statistics,
-)
 from ctl_core.numerics.variables import (
     is_summed,
     make_trackable,
@@ -74,8 +70,18 @@ from ctl_core.numerics.variables import (
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, format_error
 from ctl_core.run.settings import SETTINGS, Config
+from ctl_core.session.run import Run
 from ctl_core.step import call_update_pre
-from ctl_core.types import Model
+from ctl_core.types import (
+    Batch,
+    BatchSpec,
+    Callbacks,
+    Model,
+    Optimizer,
+    UserObject,
+    Variable,
+    VariablesByObjective,
+)
 
 # Keras' dtype policy outside of the run that is being built or trained; None: there is no run.
 _policy_outside: keras.DTypePolicy | None = None
@@ -83,17 +89,17 @@ _policy_outside: keras.DTypePolicy | None = None
 
 @contextlib.contextmanager
 def leave_run() -> Iterator[None]:
-    """Lets a hook use another run as if its own run did not exist, and then puts everything back.
+    """Lets a hook use another run as if its own run did not exist, and then restores everything.
 
-    Within, Keras' dtype policy and its names of objects are as they are outside of any run, and no
-    variable or layer is recorded. Afterwards, these are as they were before:
+    Inside the context, Keras' dtype policy and its names of objects are as they are outside of any
+    run, and no variable or layer is recorded. Afterwards, these are as they were before:
 
     - the dtype policy, the names, and the generator of ``keras.random``
     - the random numbers of Python, NumPy and TensorFlow
     - whether ops are deterministic
-    - what is recorded: variables, layers, and the layers that callbacks.py made when imported
+    - the recording of variables, of layers, and of layers that importing callbacks.py creates
 
-    ``folder.open_session`` puts back the console and the step of summaries, and ``Signals`` the
+    ``session.run.open_session`` restores the console and the step of summaries, and ``Signals`` the
     signal handlers.
     """
     global _policy_outside
@@ -118,7 +124,7 @@ def leave_run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def prepare_process(config: Config) -> Iterator[None]:
-    """Within, Keras and TensorFlow are as the run needs them, which trains as in a new process.
+    """Sets up Keras and TensorFlow for a run, which then trains as in a new process.
 
     Afterwards they are as before, even if a hook has set another dtype policy; see ``leave_run``.
     """
@@ -135,17 +141,23 @@ def prepare_process(config: Config) -> Iterator[None]:
 
 
 def create_state(
-    callbacks: Any,
+    callbacks: Callbacks,
     config: Config,
     run: Run,
     console: Console,
     strategy: tf.distribute.Strategy | None = None,
 ) -> State:
-    """Calls the create hooks, builds every variable, and checks what the hooks return.
+    """Calls the create hooks, builds every variable, and checks the results of the hooks.
 
     A run that starts from scratch loads the weights that ``init_from`` names. Otherwise nothing is
-    read from a checkpoint, and nothing is trained. The ``strategy`` is by default what
-    the settings ask for.
+    read from a checkpoint, and nothing is trained.
+
+    Args:
+        callbacks: the hooks
+        config: the settings
+        run: the run folder
+        console: prints warnings
+        strategy: whose replicas train; default: the one that the settings ask for
 
     Raises:
         SetupError: a setting or a hook cannot work; the message says which and why.
@@ -159,13 +171,13 @@ def create_state(
         console.warn(warning)
     try:
         return _Builder(hooks, config, run, strategy, cluster, console).build()
-    except tf.errors.OpError as error:  # nothing but data has been read
+    except tf.errors.OpError as error:  # of reading data, since nothing else has run
         if is_peer_lost(cluster.task, error):
             raise
         raise SetupError(
             f"{hooks.create_dataset}: reading the data: {format_error(error)}"
         ) from error
-    except HookFailed as error:  # nothing has been trained yet: wrong hooks, not a failed run
+    except HookFailed as error:  # nothing has been trained: the hooks are wrong, the run is not
         raise SetupError(str(error)) from error.__cause__
 
 
@@ -183,12 +195,9 @@ class _Builder:
 
     def build(self) -> State:
         """Returns the state of a run that has not started."""
-        config, recording = self.config, self.recording
-        replicas = self.strategy.num_replicas_in_sync
-        shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
-        with recording.record_as("create_dataset"):
-            self.data = data = Input(self.hooks, config, self.strategy, shape)
-        refuse_shared_caches(self.hooks.create_dataset, data.dataset, self.cluster)
+        config = self.config
+        recording = self.recording
+        data = self._create_input()
         shape = data.shape
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
@@ -215,15 +224,13 @@ class _Builder:
         with self.strategy.scope():
             optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables)
             lr = make_rate_for_hooks(rate, optimizers)
-            computed_in = {config.precision, *(layer.compute_dtype for layer in recording.layers)}
-            precisions = sorted(computed_in & {"bfloat16", "float16"})
+            precisions = self._find_low_precisions()
+            loss_scale = None
             with recording.record_as("engine"):
-                loss_scale = LossScale() if "float16" in precisions else None
+                if "float16" in precisions:
+                    loss_scale = LossScale()
                 assign_rate = self._choose_schedule(lr, rate)
-            average = None
-            if config.ema is not None:
-                with recording.record_as("ema"):
-                    average = WeightAverage(config.ema, traced.weights, self.strategy)
+            average = self._create_average(traced.weights)
             eval_model = None
             if self.hooks.create_eval_model is not None:
                 eval_model = self._create("create_eval_model", train_model=forward.train_model)
@@ -275,6 +282,29 @@ class _Builder:
             computed_in=precisions,
         )
 
+    def _create_input(self) -> Input:
+        """Creates the training data."""
+        config = self.config
+        replicas = self.strategy.num_replicas_in_sync
+        shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
+        with self.recording.record_as("create_dataset"):
+            self.data = Input(self.hooks, config, self.strategy, shape)
+        refuse_shared_caches(self.hooks.create_dataset, self.data.dataset, self.cluster)
+        return self.data
+
+    def _find_low_precisions(self) -> list[str]:
+        """Returns the dtypes lower than float32 in which layers compute."""
+        dtypes = {self.config.precision}
+        dtypes |= {layer.compute_dtype for layer in self.recording.layers}
+        return sorted(dtypes & {"bfloat16", "float16"})
+
+    def _create_average(self, weights: list[Variable]) -> WeightAverage | None:
+        """Creates the moving average of the weights, if the settings ask for it."""
+        if self.config.ema is None:
+            return None
+        with self.recording.record_as("ema"):
+            return WeightAverage(self.config.ema, weights, self.strategy)
+
     def _choose_schedule(self, lr: Rate, rate: LearningRate) -> Callable[[tf.Tensor], None] | None:
         """Returns the function that assigns the learning rate of a step; None without a schedule.
 
@@ -303,11 +333,13 @@ class _Builder:
             self.console.warn("learning_rate changes nothing: create_opt does not use lr.")
         return None
 
-    def _create_ckpt(self, components: Components, rate: LearningRate) -> Any:
-        """Returns the checkpoint of the user's part, and its manager."""
+    def _create_ckpt(
+        self, components: Components, rate: LearningRate
+    ) -> tuple[tf.train.Checkpoint, tf.train.CheckpointManager]:
+        """Calls ``create_ckpt``; returns its checkpoint and its manager."""
         try:
             tf.train.get_checkpoint_state(str(self.run.ckpt))
-        except ValueError:  # a list left empty by a power cut, which no manager starts with
+        except ValueError:  # after a power cut, the list may be empty, and then no manager starts
             (self.run.ckpt / "checkpoint").unlink(missing_ok=True)
         return self._create(
             "create_ckpt",
@@ -319,31 +351,41 @@ class _Builder:
             train_loss=make_trackable(components.train_loss),
         )
 
-    def _create(self, name: str, **values: Any) -> Any:
-        """Calls a hook, and records what it creates."""
+    def _create(self, name: str, **values: Any) -> UserObject:
+        """Calls a hook, and records the variables and layers that it creates.
+
+        Args:
+            name: of the hook
+            values: its arguments by name, which differ from hook to hook
+        """
         with self.recording.record_as(name):
-            made = getattr(self.hooks, name)(**values)
-            self.recording.add_model(name, made)
-        return made
+            created = getattr(self.hooks, name)(**values)
+            self.recording.add_model(name, created)
+        return created
 
     @contextlib.contextmanager
-    def _scratch(self, hook: str, spec: Any = None) -> Iterator[Any]:
-        """A graph in which hooks are called without running anything, and a batch for them.
+    def _scratch(self, hook: str, spec: BatchSpec) -> Iterator[tuple[tf.Graph, Batch]]:
+        """Yields a graph in which hooks are called without running anything, and a batch for them.
 
-        Variables made in it exist outside of it; those that others have made, as at import, are
-        recorded. In a tf.function, random generators could not be made on several replicas.
+        Variables that are created in it exist outside of it. Variables that it reads and that were
+        created elsewhere, such as at import, are recorded. The graph is not that of a tf.function,
+        in which random generators could not be created on several replicas.
+
+        Args:
+            hook: the name of the hook that variables are recorded for
+            spec: the specification of the batch
         """
-        recording, strategy = self.recording, self.strategy
-        spec = self.data.share_spec if spec is None else spec
+        recording = self.recording
+        strategy = self.strategy
         with (
             recording.record_as(hook),
             LoneReplica(strategy, find_first_replica(strategy)),
-            compat.make_scratch_graph("build").as_default() as g,
+            compat.make_scratch_graph("build").as_default() as graph,
         ):
-            yield g, make_placeholders(spec)
-        local = strategy.experimental_local_results
-        known = {id(part) for v in recording.variables.values() for part in local(v)}
-        for variable in compat.find_captured_variables(g, strategy):
+            yield graph, make_placeholders(spec)
+        components = list_local_components(strategy, list(recording.variables.values()))
+        known = {id(component) for component in components}
+        for variable in compat.find_captured_variables(graph, strategy):
             if id(variable) not in known:
                 recording.add(variable, "elsewhere")
 
@@ -355,7 +397,8 @@ class _Builder:
         """
         recording = self.recording
         objectives: list[tuple[str, ReplicaObjective]] = []
-        with unfreeze(recording), self._scratch("create_model") as (graph, batch):
+        spec = self.data.share_spec
+        with unfreeze(recording), self._scratch("create_model", spec) as (graph, batch):
             for turn in TraceContext(forward).list_turns():
                 result = compute_objectives(turn, batch, 1)
                 objectives += result.objectives.items()
@@ -383,9 +426,9 @@ class _Builder:
         """Loads the weights that ``init_from`` names, if the run starts from scratch.
 
         Returns:
-            What was loaded; None if nothing is to be loaded.
+            The loaded weights; None if nothing is to be loaded.
         """
-        if self.config.init_from is None or self.run.start is not None:
+        if self.config.init_from is None or self.run.source is not None:
             return None
         # Random numbers are determined by the seed of this run.
         generators = ReplicaCopies(self.strategy, self.recording.generators)
@@ -393,10 +436,10 @@ class _Builder:
             return load_initial_weights(train_model, self.hooks.create_model, self.config)
 
     def _finish_initial_weights(self, train_model: Model, loaded: InitialWeights) -> None:
-        """Loads the variables that the model got meanwhile, and reports what was loaded.
+        """Loads the variables that were created meanwhile, and prints what was loaded.
 
-        These are, for example, those of a layer that only evaluations call. Only now are all
-        variables known that a pattern of ``init_skip`` may match.
+        Such variables are, for example, those of a layer that only evaluations call. Only now are
+        all variables known that a pattern of ``init_skip`` may match.
         """
         check_patterns(train_model, self.config)
         if len(list_weights(train_model)) > len(loaded.paths):
@@ -405,18 +448,20 @@ class _Builder:
             self.console.say(line)
 
     def _collect_variables(
-        self, objectives: list[tuple[str, ReplicaObjective]], weights: list[Any]
-    ) -> dict[str, list[Any]]:
+        self, objectives: list[tuple[str, ReplicaObjective]], weights: list[Variable]
+    ) -> VariablesByObjective:
         """Returns the variables of each objective; those of a single one include all weights."""
-        by_identity: dict[str, dict[int, Any]] = {}
+        by_identity: dict[str, dict[int, Variable]] = {}
         for name, objective in objectives:
             variables = list(objective.variables)
             if name == SINGLE_OBJECTIVE:
                 variables += weights
-            by_identity.setdefault(name, {}).update({id(v): v for v in variables})
+            identified = {id(variable): variable for variable in variables}
+            by_identity.setdefault(name, {}).update(identified)
         collected = {name: list(variables.values()) for name, variables in by_identity.items()}
         for name, variables in collected.items():
-            if problem := find_untrainable(variables, self.strategy):
+            problem = find_untrainable(variables, self.strategy)
+            if problem is not None:
                 returned = f"returned for {name!r}" if name else "returned"
                 raise self.hooks.grad_pre.reject(f"{returned} {problem}.")
         return collected
@@ -436,7 +481,9 @@ class _Builder:
         with self.recording.record_as("create_train_metrics"):
             return {name: keras.metrics.Mean(name) for name in dict.fromkeys(names)}
 
-    def _find_written(self, graph: Any, forward: ForwardComponents) -> tuple[WrittenVariable, ...]:
+    def _find_written(
+        self, graph: tf.Graph, forward: ForwardComponents
+    ) -> tuple[WrittenVariable, ...]:
         """Returns the variables that a graph writes, except random generators and metrics."""
         recording = self.recording
         metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
@@ -462,44 +509,60 @@ class _Builder:
         return tuple(written)
 
     def _create_optimizers(
-        self, forward: ForwardComponents, rate: LearningRate, variables: dict[str, list[Any]]
-    ) -> tuple[Any, dict[str, Any]]:
+        self, forward: ForwardComponents, rate: LearningRate, variables: VariablesByObjective
+    ) -> tuple[Optimizer | dict[str, Optimizer], dict[str, Optimizer]]:
         """Calls ``create_opt``, and lets each optimizer create its own variables.
 
         Returns:
             The optimizer, or the dict of optimizers, that the hook returned; and all of them by
             objective.
         """
-        hooks, hook = self.hooks, self.hooks.create_opt
+        hooks = self.hooks
+        hook = hooks.create_opt
         if hooks.turns and self.config.accumulate_steps > 1:
             raise SetupError(
                 f"accumulate_steps: {self.config.accumulate_steps} micro-batches cannot go with "
                 "turns, in which several updates are made on one batch; leave one of the two out."
             )
-        is_made_here = self.strategy.extended.variable_created_in_scope
         with self.recording.record_as("create_opt"):
-            made = hook(lr=rate, train_model=forward.train_model)
-            refuse_loss_scales(hook, made)
-            optimizer = OptimizerGroups(made) if is_pairs(made) else made
-            optimizers = optimizer if isinstance(optimizer, dict) else {SINGLE_OBJECTIVE: optimizer}
+            optimizer = hook(lr=rate, train_model=forward.train_model)
+            refuse_loss_scales(hook, optimizer)
+            if is_pairs(optimizer):
+                optimizer = OptimizerGroups(optimizer)
+            optimizers = optimizer
+            if not isinstance(optimizer, dict):
+                optimizers = {SINGLE_OBJECTIVE: optimizer}
             if variables.keys() != optimizers.keys():
+                in_turns = ", in turns" if hooks.turns else ""
                 raise hook.reject(
                     f"returned the optimizers {list(optimizers)}, but {hooks.grad_pre} the "
-                    f"objectives {list(variables)}{', in turns' * bool(hooks.turns)}; the names "
-                    "must be the same, or '' for a single one without."
+                    f"objectives {list(variables)}{in_turns}; the names must be the same, or '' "
+                    "for a single one without."
                 )
-            for name, one in optimizers.items():
-                number, build = getattr(one, "iterations", None), getattr(one, "build", None)
-                if isinstance(number, keras.Variable) and not is_made_here(unwrap(number)):
-                    raise hook.reject("returned an optimizer that was made before; make it there.")
-                if callable(build) and not getattr(one, "built", False):
-                    call_made(hook, build, variables[name])
+            for name, objective_optimizer in optimizers.items():
+                self._build_optimizer(objective_optimizer, variables[name])
         return optimizer, optimizers
+
+    def _build_optimizer(self, optimizer: Optimizer, variables: list[Variable]) -> None:
+        """Lets an optimizer create its variables, unless it has done so.
+
+        Raises:
+            SetupError: it was created outside of ``create_opt``.
+        """
+        hook = self.hooks.create_opt
+        iterations = getattr(optimizer, "iterations", None)
+        if isinstance(iterations, keras.Variable):
+            is_created_here = self.strategy.extended.variable_created_in_scope(unwrap(iterations))
+            if not is_created_here:
+                raise hook.reject("returned an optimizer that was made before; make it there.")
+        build = getattr(optimizer, "build", None)
+        if callable(build) and not getattr(optimizer, "built", False):
+            call_made(hook, build, variables)
 
     def _trace_update(self, components: Components) -> None:
         """Runs ``update_pre`` on placeholders, so that its variables exist."""
         kept = frozenset(PIECES) & {*self.hooks.update_pre.arguments}
-        with self._scratch("update_pre") as (_, batch):
+        with self._scratch("update_pre", self.data.share_spec) as (_, batch):
             for turn in TraceContext(components).list_turns():
                 contribution, variables = forward_backward(turn, 1, kept, Share(batch))
                 call_update_pre(turn, 1, variables, contribution, contribution)
@@ -507,20 +570,31 @@ class _Builder:
     def _trace_evaluation(self, components: Components, evaluation: Evaluation | None) -> None:
         """Evaluates placeholders, so that all variables of eval_model and metrics exist."""
         context = TraceContext(components)
-        for one in evaluation.sets.values() if evaluation else [None]:
-            spec = self.data.share_spec if one is None else one.spec
-            with compat.run_layers(False), self._scratch("create_metrics", spec) as (graph, batch):
-                if components.eval_model is not None:
-                    with self.recording.record_as("create_eval_model"):
-                        run_model(context, batch, training=False)
-                if one is not None:
-                    add_batch(context, one, batch, None)
-                    one.names = [
-                        scalar
-                        for name, metric in one.metrics.items()
-                        for scalar in name_scalars(name, metric.result())
-                    ]
-            refuse_scaled_losses(self.hooks, compat.add_called_ops(graph.get_operations()))
+        if evaluation is None:
+            with self._scratch_evaluation(context, self.data.share_spec):
+                pass
+            return
+        for evaluation_set in evaluation.sets.values():
+            with self._scratch_evaluation(context, evaluation_set.spec) as batch:
+                add_batch(context, evaluation_set, batch, None)
+                evaluation_set.names = [
+                    scalar
+                    for name, metric in evaluation_set.metrics.items()
+                    for scalar in name_scalars(name, metric.result())
+                ]
+
+    @contextlib.contextmanager
+    def _scratch_evaluation(self, context: StepContext, spec: BatchSpec) -> Iterator[Batch]:
+        """Calls ``eval_model`` in a graph that is not run; yields the batch that it was called on.
+
+        Afterwards, losses that are scaled in the graph are refused.
+        """
+        with compat.run_layers(False), self._scratch("create_metrics", spec) as (graph, batch):
+            if context.components.eval_model is not None:
+                with self.recording.record_as("create_eval_model"):
+                    run_model(context, batch, training=False)
+            yield batch
+        refuse_scaled_losses(self.hooks, compat.add_called_ops(graph.get_operations()))
 
 
 class TracedForward(NamedTuple):
@@ -532,12 +606,12 @@ class TracedForward(NamedTuple):
         written: the variables that the forward pass writes
         drawing_layers: the kinds of layers that draw random numbers
         scalar_losses: the objectives whose loss is one number for a batch
-        unchanged_losses: the objectives whose loss ``grad_pre`` returned as it was given it
+        unchanged_losses: the objectives whose loss ``grad_pre`` returned unchanged
         logged: the names of the logged parts of the loss
     """
 
-    variables: dict[str, list[Any]]
-    weights: list[Any]
+    variables: VariablesByObjective
+    weights: list[Variable]
     written: tuple[WrittenVariable, ...]
     drawing_layers: list[str]
     scalar_losses: frozenset[str]
@@ -545,22 +619,34 @@ class TracedForward(NamedTuple):
     logged: list[str]
 
 
-def find_untrainable(variables: Collection[Any], strategy: tf.distribute.Strategy) -> str | None:
-    """Says which of the variables of an objective cannot be trained, and why."""
+def find_untrainable(
+    variables: Collection[Variable], strategy: tf.distribute.Strategy
+) -> str | None:
+    """Returns which of the variables of an objective cannot be trained, and why; None if all can.
+
+    Args:
+        variables: the variables of the objective
+        strategy: whose replicas train
+    """
     if not variables:
         return (
             "no trainable_vars: nothing to train; Keras knows the variables that add_weight and "
             "layers of __init__ or build make, and no tf.Variable"
         )
-    is_made_here = strategy.extended.variable_created_in_scope
     for variable in variables:
-        if strategy.num_replicas_in_sync > 1 and not is_made_here(unwrap(variable)):
-            why = "was made outside of the hooks, and so on no replica; make it in create_model"
-            return f"{name_variable(variable)}, which {why}"
-        if tf.as_dtype(variable.dtype) == tf.float16:
-            why = "is in float16, in which most updates are lost; use mixed_float16"
-            return f"{name_variable(variable)}, which {why}"
-        if getattr(variable, "overwrite_with_gradient", False):  # by quantize("float8")
-            why = "is overwritten with its gradient, which replicas cannot sum"
-            return f"{name_variable(variable)}, which {why}"
+        reason = _explain_untrainable(variable, strategy)
+        if reason is not None:
+            return f"{name_variable(variable)}, which {reason}"
+    return None
+
+
+def _explain_untrainable(variable: Variable, strategy: tf.distribute.Strategy) -> str | None:
+    """Returns why a variable cannot be trained; None if it can."""
+    is_created_here = strategy.extended.variable_created_in_scope
+    if strategy.num_replicas_in_sync > 1 and not is_created_here(unwrap(variable)):
+        return "was made outside of the hooks, and so on no replica; make it in create_model"
+    if tf.as_dtype(variable.dtype) == tf.float16:
+        return "is in float16, in which most updates are lost; use mixed_float16"
+    if getattr(variable, "overwrite_with_gradient", False):  # by quantize("float8")
+        return "is overwritten with its gradient, which replicas cannot sum"
     return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -27,7 +27,12 @@ from ctl_core.model.state import State
 from ctl_core.numerics.not_finite import FiniteFlags, combine_flags
 from ctl_core.numerics.reduction import PIECES, join_for_host
 from ctl_core.step import GlobalBatch, StepResult, refuse_to_compile, strip_objective, train_step
+from ctl_core.types import Batch, BatchSpec, Count, PerReplica, Structure
 
+# A function that TensorFlow has traced, or traces when it is called; its attributes are its own.
+GraphFunction: TypeAlias = Any
+# Values of a step by the name of the argument by which hooks take them.
+StepValues: TypeAlias = dict[str, Structure]
 _LOSS = frozenset({"loss"})
 
 
@@ -42,7 +47,7 @@ def choose_compilation(components: Components, data: Input) -> Compilation:
     return Compilation.REPLICA
 
 
-def _has_fixed_shapes(element_spec: Any) -> bool:
+def _has_fixed_shapes(element_spec: BatchSpec) -> bool:
     """Returns whether the elements of a dataset are dense, numeric and of one shape."""
     return all(
         isinstance(spec, tf.TensorSpec)
@@ -58,16 +63,16 @@ class CallResult(NamedTuple):
 
     Attributes:
         pieces: ``output`` and ``batch``, by name, of each replica and micro-batch
-        values: the other values that were asked for, by name
-        unused: values that are equal on all replicas, as the other replicas have them. They are
+        values: the other fetched values, by name
+        unused: the values of the other replicas, of values that are equal on all of them. They are
             returned although nobody uses them: TensorFlow would rewrite arithmetic whose result
             nobody asks for. It rounds differently, so the replicas' variables would drift apart.
         flags: bool[steps, 2], see ``combine_flags``
     """
 
-    pieces: dict[str, list[Any]]
-    values: dict[str, Any]
-    unused: list[Any]
+    pieces: dict[str, list[Structure]]
+    values: StepValues
+    unused: list[tuple[tf.Tensor, ...]]
     flags: tf.Tensor
 
 
@@ -92,8 +97,8 @@ class StepFunctions:
         self.devices = tuple(state.strategy.extended.worker_devices)
         self.flags: list[np.ndarray] = []
         self._state = state
-        self._graphs: dict[tuple[tuple[bool, ...], frozenset[str]], Any] = {}
-        self._variables: dict[tuple[bool, ...], Any] = {}
+        self._graphs: dict[tuple[tuple[bool, ...], frozenset[str]], GraphFunction] = {}
+        self._variables: dict[tuple[bool, ...], Structure] = {}
         self._frozen: tuple[bool, ...] = ()
         compilation = choose_compilation(state.components, state.data)
         context = TraceContext(state.components, quiet=quiet, compilation=compilation)
@@ -114,12 +119,12 @@ class StepFunctions:
         """The state of frozen layers as a number."""
         return hash(self._frozen)
 
-    def list_operations(self) -> Iterator[Any]:
+    def list_operations(self) -> Iterator[tf.Operation]:
         """Yields the ops of all traced graphs, each before those of the functions it calls."""
         graphs = [function.graph for function in self._graphs.values()]
         return add_called_ops(itertools.chain(*(graph.get_operations() for graph in graphs)))
 
-    def take_steps(self, steps: int, fetches: frozenset[str] = frozenset()) -> dict[str, Any]:
+    def take_steps(self, steps: int, fetches: frozenset[str] = frozenset()) -> StepValues:
         """Takes steps, and returns values of the last one.
 
         All steps are in one graph call, unless the values cannot be returned by a loop: then the
@@ -137,14 +142,14 @@ class StepFunctions:
                 self.take_steps(steps - 1)
             result = function()
         self.flags.append(result.flags.numpy())
-        values: dict[str, Any] = dict(result.values)
+        values: StepValues = dict(result.values)
         for name, pieces in result.pieces.items():
             values[name] = tf.nest.map_structure(join_for_host, *pieces)
         if "variables" in fetches:
             values["variables"] = self._variables[self._frozen]
         return values
 
-    def trace(self, fetches: frozenset[str] = frozenset()) -> Any:
+    def trace(self, fetches: frozenset[str] = frozenset()) -> GraphFunction:
         """Returns the concrete function for the layers that are frozen now, traced if need be.
 
         It returns a ``CallResult``. A loop takes the number of steps, an int32 scalar.
@@ -168,11 +173,11 @@ class TracedStep(NamedTuple):
 
     Attributes:
         flags: bool[2], see ``combine_flags``
-        values: the values that were asked for by name, as ``strategy.run`` returns them
+        values: the fetched values by name, as ``strategy.run`` returns them
     """
 
     flags: tf.Tensor
-    values: dict[str, Any]
+    values: StepValues
 
 
 class StepTracer:
@@ -189,7 +194,7 @@ class StepTracer:
     ) -> None:
         self.context = context
         self.data = data
-        self.traced_variables: Any = {}
+        self.traced_variables: Structure = {}
         self._summaries = summaries
 
     def step_on_next_batch(self, fetches: frozenset[str], step: tf.Tensor) -> TracedStep:
@@ -198,7 +203,7 @@ class StepTracer:
             return self.step_on(GlobalBatch(*self.data.draw()), fetches, step)
 
         @tf.function(jit_compile=True, autograph=False)
-        def compiled_step(batch: Any, step: tf.Tensor) -> TracedStep:
+        def compiled_step(batch: Batch, step: tf.Tensor) -> TracedStep:
             return self.step_on(GlobalBatch(*self.data.deal_out(batch)), fetches, step)
 
         return compiled_step(next(self.data.iterator), step)  # type: ignore[no-any-return]
@@ -224,23 +229,35 @@ class StepTracer:
         return combine_flags(flags)
 
 
-def define_loop(tracer: StepTracer, fetches: frozenset[str]) -> Any:
+class LoopState(NamedTuple):
+    """The state of a loop of steps inside a graph.
+
+    Attributes:
+        done: the number of steps that were taken, an int32 scalar
+        flags: bool[2] for each step
+        values: the fetched values of the last step
+    """
+
+    done: tf.Tensor
+    flags: tf.TensorArray
+    values: StepValues
+
+
+def define_loop(tracer: StepTracer, fetches: frozenset[str]) -> GraphFunction:
     """Defines the graph function that takes a number of steps, an int32 scalar."""
     step_variable = tracer.context.components.step_variable
     no_values = _create_no_values(tracer, fetches)
-    take_some = partial(_take_stacked if tracer.data.unit else _take_one, tracer, fetches)
+    if tracer.data.unit:
+        take_next = partial(_take_stacked, tracer, fetches)
+    else:
+        take_next = partial(_take_single, tracer, fetches)
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int32)])
     def run_loop(steps: tf.Tensor) -> CallResult:
-        before = step_variable.read_value()
-
-        def take_next(done: tf.Tensor, flags: tf.TensorArray, _: Any) -> Any:
-            return take_some(before, steps, done, flags)
-
         done, flags, values = tf.while_loop(
             lambda done, *_: done < steps,
-            take_next,
-            (tf.constant(0), _create_flags(steps), no_values),
+            partial(take_next, step_variable.read_value(), steps),
+            LoopState(tf.constant(0), _create_flags(steps), no_values),
         )
         # Counted afterwards, so that steps of a call that fails are not counted.
         step_variable.assign_add(tf.cast(done, tf.int64))
@@ -249,18 +266,19 @@ def define_loop(tracer: StepTracer, fetches: frozenset[str]) -> Any:
     return run_loop
 
 
-def _take_one(
+def _take_single(
     tracer: StepTracer,
     fetches: frozenset[str],
     before: tf.Tensor,
     steps: tf.Tensor,
     done: tf.Tensor,
     flags: tf.TensorArray,
-) -> tuple[tf.Tensor, tf.TensorArray, Any]:
-    """Takes a step inside a loop; returns the new state of the loop."""
+    _: StepValues,
+) -> LoopState:
+    """Takes a step inside a loop, which has begun after the step ``before``."""
     step = before + tf.cast(done, tf.int64) + 1
     traced = tracer.step_on_next_batch(fetches, step)
-    return done + 1, flags.write(done, traced.flags), traced.values
+    return LoopState(done + 1, flags.write(done, traced.flags), traced.values)
 
 
 def _take_stacked(
@@ -270,43 +288,44 @@ def _take_stacked(
     steps: tf.Tensor,
     done: tf.Tensor,
     flags: tf.TensorArray,
-) -> tuple[tf.Tensor, tf.TensorArray, Any]:
+    _: StepValues,
+) -> LoopState:
     """Takes as many steps inside a loop as there are stacked batches, in one executable."""
     stacked, first, count = tracer.data.iterator.take(steps - done)
     compiled = _define_compiled_steps(tracer, fetches)
     new_flags, values = compiled(stacked, first, before + tf.cast(done, tf.int64), count)
     flags = flags.scatter(done + tf.range(count), new_flags[:count])
-    return done + count, flags, values
+    return LoopState(done + count, flags, values)
 
 
-def _define_compiled_steps(tracer: StepTracer, fetches: frozenset[str]) -> Any:
+def _define_compiled_steps(tracer: StepTracer, fetches: frozenset[str]) -> GraphFunction:
     """Defines an XLA executable that takes steps on stacked batches."""
     no_values = _create_no_values(tracer, fetches)
 
     @tf.function(jit_compile=True, autograph=False)
     def compiled_steps(
-        stacked: Any, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor
-    ) -> tuple[tf.Tensor, Any]:
-        def take_next(done: tf.Tensor, flags: tf.TensorArray, _: Any) -> Any:
+        stacked: Batch, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor
+    ) -> tuple[tf.Tensor, StepValues]:
+        def take_next(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
             # By gather, because the index of a slice would be a constant of the executable.
             batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, first + done), stacked)
             global_batch = GlobalBatch(*tracer.data.deal_out(batch))
             step = before + tf.cast(done, tf.int64) + 1
             traced = tracer.step_on(global_batch, fetches, step)
-            values = tf.nest.map_structure(lambda v: tf.cast(v, tf.float32), traced.values)
-            return done + 1, flags.write(done, traced.flags), values
+            values = tf.nest.map_structure(lambda value: tf.cast(value, tf.float32), traced.values)
+            return LoopState(done + 1, flags.write(done, traced.flags), values)
 
         _, flags, values = tf.while_loop(
             lambda done, *_: done < steps,
             take_next,
-            (tf.constant(0), _create_flags(tracer.data.unit), no_values),
+            LoopState(tf.constant(0), _create_flags(tracer.data.unit), no_values),
         )
         return flags.stack(), values
 
     return compiled_steps
 
 
-def define_single_step(tracer: StepTracer, fetches: frozenset[str]) -> Any:
+def define_single_step(tracer: StepTracer, fetches: frozenset[str]) -> GraphFunction:
     """Defines the graph function that takes one step and returns values of it."""
     components = tracer.context.components
     local_results = components.strategy.experimental_local_results
@@ -334,8 +353,10 @@ def define_single_step(tracer: StepTracer, fetches: frozenset[str]) -> Any:
 
 
 def _list_pieces(
-    micro_batches: list[Any], replicas: int, local_results: Callable[[Any], tuple[Any, ...]]
-) -> Iterator[Any]:
+    micro_batches: list[PerReplica],
+    replicas: int,
+    local_results: Callable[[PerReplica], tuple[tf.Tensor, ...]],
+) -> Iterator[Structure]:
     """Yields the pieces of the first replica, one for each micro-batch, then of the next."""
     for replica in range(replicas):
         for piece in micro_batches:
@@ -344,11 +365,12 @@ def _list_pieces(
             )
 
 
-def _create_flags(steps: Any) -> tf.TensorArray:
+def _create_flags(steps: Count) -> tf.TensorArray:
+    """Returns an empty array for the flags of a number of steps."""
     return tf.TensorArray(tf.bool, steps, element_shape=[2])
 
 
-def _create_no_values(tracer: StepTracer, fetches: frozenset[str]) -> dict[str, Any]:
+def _create_no_values(tracer: StepTracer, fetches: frozenset[str]) -> StepValues:
     """Returns the values of a loop before its first step: zeros in place of the losses."""
     no_losses = {name: tf.zeros([]) for name in tracer.context.components.optimizers}
     return {name: strip_objective(no_losses) for name in fetches}

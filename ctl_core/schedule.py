@@ -22,7 +22,7 @@ MOST_STEPS = 1000
 
 
 class Schedule:
-    """Knows which hooks, evaluations and checkpoints are due after which step.
+    """Decides which hooks, evaluations and checkpoints are due after a step.
 
     Attributes:
         last: the last step of the run

@@ -1,79 +1,92 @@
-"""The model of a checkpoint as a function, from what a client sends to what the model returns.
+"""The model of a checkpoint as a function from a request to the output of the model.
 
-``load``, ``predict`` and ``export`` run what is made here. What a client sends is what the hook
-``serve`` takes; where no input_signature says what that is, and without the hook, it is the part of
-a batch that the output depends on: a label is none.
+``load``, ``predict`` and ``export`` use it. A request is the argument of the hook ``serve``, as its
+``input_signature`` describes it. Without an ``input_signature``, or without the hook, a request has
+the entries of a batch that the output depends on, which a label is not.
 """
 
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.build import create_state, leave_run, prepare_process
-from ctl_core.checkpoint.checkpoints import Checkpoints
-from ctl_core.checkpoint.folder import Run, open_session
-from ctl_core.checkpoint.source import CheckpointName, Source
-from ctl_core.cluster.task import Task
+from ctl_core.build import leave_run
+from ctl_core.checkpoint.source import CheckpointName
 from ctl_core.compat import make_scratch_graph, run_layers
 from ctl_core.hooks.callbacks_file import find_callbacks, keep_imports, load_callbacks
+from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import find_tables
 from ctl_core.input.batches import count_rows, make_placeholders, set_rows
 from ctl_core.model.components import TraceContext
 from ctl_core.model.forward import call_made, call_model
 from ctl_core.model.state import State
 from ctl_core.numerics.variables import cast_to_float32
-from ctl_core.run.console import Console, create_console
+from ctl_core.read_only import restore_run
+from ctl_core.run.console import create_console
 from ctl_core.run.errors import SetupError, find_users_line, format_error
 from ctl_core.run.files import relative_path
+from ctl_core.run.layers import load_config
 from ctl_core.run.settings import Config
-from ctl_core.run.sources import load_config
-from ctl_core.types import Structure
+from ctl_core.types import (
+    AnyTensor,
+    Batch,
+    BatchSpec,
+    Callbacks,
+    Count,
+    Model,
+    ModelInput,
+    ModelOutput,
+    Structure,
+    UserObject,
+)
+
+# A function that TensorFlow has traced, or traces when it is called; its attributes are its own.
+GraphFunction: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LoadedModel:
-    """The model of a checkpoint, with what comes before it; several threads may call it at once.
+    """The model of a checkpoint with the hooks before it; several threads may call it at once.
 
     Attributes:
-        model: what ``create_inference_model`` returned, or the model that is evaluated
-        input_spec: what it is called with, in its structure; the first dimension, None, is the
-            number of examples
-        output_spec: what it returns, in float32 where the model computes in less
+        model: the result of ``create_inference_model``, or the model that is evaluated
+        input_spec: the specification of a request; the first dimension, None, is the number of
+            examples
+        output_spec: the specification of the output, in float32 even if the model computes in less
         step: of the checkpoint
-        metrics: what the evaluation before the checkpoint found, by name, or {}
+        metrics: the values of the evaluation before the checkpoint by name, or {}
         settings: of the run
-        function: the graph function from what a client sends to the output
+        function: the graph function from a request to the output
         run_batch: the graph function from a batch of ``create_eval_dataset`` to the output
-        state: what the functions capture lives in it
+        state: has the variables that the functions use
     """
 
-    model: Any
-    input_spec: Any
-    output_spec: Any
+    model: UserObject
+    input_spec: BatchSpec
+    output_spec: BatchSpec
     step: int
     metrics: dict[str, float]
     settings: Config
-    function: Any
-    run_batch: Any
+    function: GraphFunction
+    run_batch: GraphFunction
     state: State
 
-    def __call__(self, inputs: Any) -> Any:
-        """Returns the model's output, for any number of examples, as ``output_spec`` has it.
+    def __call__(self, inputs: Structure) -> ModelOutput:
+        """Returns the model's output for any number of examples, as ``output_spec`` describes it.
 
         Args:
-            inputs: arrays, lists or tensors: what a client sends, before ``serve``, or without that
-                hook before ``input_pre``
+            inputs: arrays, lists or tensors: the argument of ``serve``; without that hook, the
+                entries of a batch that ``input_pre`` needs
 
         Raises:
-            SetupError: the inputs are not as ``input_spec`` has them.
+            SetupError: the inputs do not fit ``input_spec``.
         """
         spec = self.input_spec
         try:
@@ -81,22 +94,29 @@ class LoadedModel:
                 keras.tree.map_structure_up_to(spec, _convert_to_tensor, spec, inputs)
             )
         except (TypeError, ValueError) as error:
-            parts = list_input_names(spec).items()
-            expected = ", ".join(f"{name} {part.dtype.name} {part.shape}" for name, part in parts)
+            expected = ", ".join(
+                f"{name} {entry.dtype.name} {entry.shape}"
+                for name, entry in list_input_names(spec).items()
+            )
             raise SetupError(f"input: expected {expected}: {format_error(error, 120)}") from error
 
 
-def _convert_to_tensor(spec: Any, value: Any) -> Any:
-    """Returns an array, or what is one in lists, as a tensor; raises if it cannot be one."""
+def _convert_to_tensor(spec: tf.TypeSpec, value: UserObject) -> AnyTensor:
+    """Returns a tensor, an array or nested lists as a tensor.
+
+    Raises:
+        TypeError, ValueError: the value cannot be converted without loss.
+    """
     if tf.is_tensor(value):
         return value
     tensor = tf.convert_to_tensor(value, spec.dtype)
-    if spec.dtype.is_integer and not np.array_equal(tensor, value):  # TensorFlow cuts them off
+    # TensorFlow cuts numbers off that do not fit an integer type.
+    if spec.dtype.is_integer and not np.array_equal(tensor, value):
         raise ValueError(f"numbers that {spec.dtype.name} cannot hold")
     return tensor
 
 
-def list_input_names(spec: Any) -> dict[str, Any]:
+def list_input_names(spec: BatchSpec) -> dict[str, tf.TypeSpec]:
     """Returns the entries of a model's input by their names in files and in signatures.
 
     An entry of a dict is called by its key, a nested one ``key/inner``, the first entry of a tuple
@@ -105,7 +125,7 @@ def list_input_names(spec: Any) -> dict[str, Any]:
     return _name_entries(spec, "inputs", "input_")
 
 
-def _name_entries(structure: Structure, alone: str, numbered: str) -> dict[str, Any]:
+def _name_entries(structure: Structure, alone: str, numbered: str) -> dict[str, UserObject]:
     """Returns the entries of a structure by name.
 
     Args:
@@ -115,18 +135,22 @@ def _name_entries(structure: Structure, alone: str, numbered: str) -> dict[str, 
     """
     entries = {}
     for path, entry in keras.tree.flatten_with_path(structure):
-        prefix = numbered if path and isinstance(path[0], int) else ""
-        entries[prefix + "/".join(map(str, path)) or alone] = entry
+        name = "/".join(map(str, path))
+        if not path:
+            name = alone
+        elif isinstance(path[0], int):
+            name = numbered + name
+        entries[name] = entry
     return entries
 
 
-def pack_inputs(spec: Any, values: Mapping[str, Any]) -> Any:
+def pack_inputs(spec: BatchSpec, values: Mapping[str, UserObject]) -> Structure:
     """Returns values by the names of ``list_input_names`` in the structure of a specification."""
     return keras.tree.pack_sequence_as(spec, [values[name] for name in list_input_names(spec)])
 
 
 def name_outputs(
-    output: Any, alone: str = "output", numbered: str = "output_"
+    output: Structure, alone: str = "output", numbered: str = "output_"
 ) -> dict[str, tf.Tensor]:
     """Returns the entries of an output as dense tensors by name: ``output``, or ``output_0``.
 
@@ -150,108 +174,175 @@ def name_outputs(
 
 
 def create_inference(state: State) -> LoadedModel:
-    """Calls ``create_inference_model``, and traces the model with what comes before it.
+    """Calls ``create_inference_model``, and traces the model with the hooks that come before it.
 
-    To be called when the checkpoint is restored: a model that the hook makes of another one's
-    weights gets those that were trained.
+    Has to be called after a checkpoint was restored, so that a model that the hook makes of the
+    weights of another one gets the trained ones.
 
     Raises:
-        SetupError, HookFailed: a hook cannot work, or the model makes weights when it is called.
+        SetupError, HookFailed: a hook cannot work, or the model creates weights when it is called.
     """
-    hooks, recording = state.hooks, state.recording
-    step = tf.constant(state.step, tf.int64)  # an export has no variable for it
-    context = TraceContext(state.components, step=step)
+    hooks = state.hooks
+    recording = state.recording
     hook, model = state.components.choose_model(training=False)
     if hooks.create_inference_model is not None:
         hook = hooks.create_inference_model
         with state.strategy.scope(), recording.record_as("create_inference_model"):
             model = hook(model=model, train_model=state.train_model)
-    signature = getattr(hooks.serve and hooks.serve.function, "input_signature", None)
-
-    def serve(inputs: Any) -> Any:
-        assert hooks.serve is not None
-        return hooks.serve.trace(inputs=inputs)
-
-    def read_batch(batch: Any) -> Any:
-        if hooks.serve is None or signature:
-            return hooks.input_pre.trace(batch=batch, training=False, **context.hook_values())
-        return serve(batch[0] if isinstance(batch, tuple) else batch)
-
-    def run(make_input: Callable[[Any], Any], given: Any) -> Any:
-        with run_layers(training=False):
-            made = make_input(given)
-            return cast_to_float32(call_made(hook, call_model, model, made, False))
-
-    run_batch, before = functools.partial(run, read_batch), set(recording.variables)
-    answer: Callable[[Any], Any] = functools.partial(run, serve)
+    inference = Inference(state, hook, model)
+    known = set(recording.variables)
     with recording.record_as("create_inference_model"):
-        if signature:
-            part = signature[0]
-        else:
-            sets = list(state.evaluation.sets.values()) if state.evaluation is not None else []
-            element = sets[0].spec if sets else state.data.share_spec
-            part, answer = cut_to_used_part(run_batch, tf.nest.map_structure(set_rows, element))
-        spec = tf.nest.map_structure(set_rows, part)
-        function = tf.function(answer, autograph=False, input_signature=[spec])
+        request_spec, answer = inference.define_answer()
+        function = tf.function(answer, autograph=False, input_signature=[request_spec])
         traced = function.get_concrete_function()
-    if late := [name for name in recording.variables if name not in before]:
-        raise hook.reject(
-            f"{late[0]} is made when the model is first called, so that no checkpoint holds it; "
-            "build it in the hook."
-        )
+    for name in recording.variables:
+        if name not in known:
+            raise hook.reject(
+                f"{name} is made when the model is first called, so that no checkpoint holds it; "
+                "build it in the hook."
+            )
     return LoadedModel(
         model=model,
-        input_spec=spec,
+        input_spec=request_spec,
         output_spec=tf.nest.map_structure(tf.type_spec_from_value, traced.structured_outputs),
         step=state.step,
         metrics=dict(state.metrics),
         settings=state.config,
         function=traced,
-        run_batch=tf.function(run_batch, autograph=False, reduce_retracing=True),
+        run_batch=tf.function(inference.run_batch, autograph=False, reduce_retracing=True),
         state=state,
     )
 
 
-def cut_to_used_part(
-    function: Callable[[Any], Any], element: Any
-) -> tuple[Any, Callable[[Any], Any]]:
-    """Finds the part of a batch, of a specification, that the output of a function depends on.
+class Inference:
+    """Computes the output of a model from a request, or from a batch; runs in a graph."""
 
-    Of a dict these are some keys, of a tuple some parts, or the only one by itself.
+    def __init__(self, state: State, hook: Hook, model: Model) -> None:
+        """Prepares the functions.
+
+        Args:
+            state: of the run
+            hook: the hook that returned the model, for messages
+            model: the model
+        """
+        self._state = state
+        self._hook = hook
+        self._model = model
+        self._serve = state.hooks.serve
+        self._signature = getattr(self._serve and self._serve.function, "input_signature", None)
+        # A constant, because an exported model has no variable for the step.
+        step = tf.constant(state.step, tf.int64)
+        self._context = TraceContext(state.components, step=step)
+
+    def define_answer(self) -> tuple[BatchSpec, Callable[[Structure], ModelOutput]]:
+        """Returns the specification of a request, and the function from a request to the output.
+
+        Without an ``input_signature``, a request has the entries of a batch that the output depends
+        on, which a label is not.
+        """
+        if self._signature:
+            return tf.nest.map_structure(set_rows, self._signature[0]), self.run_request
+        batch_spec = self._state.data.share_spec
+        if self._state.evaluation is not None and self._state.evaluation.sets:
+            batch_spec = next(iter(self._state.evaluation.sets.values())).spec
+        batch_spec = tf.nest.map_structure(set_rows, batch_spec)
+        used_spec, answer = cut_to_used_entries(self.run_batch, batch_spec)
+        return tf.nest.map_structure(set_rows, used_spec), answer
+
+    def run_request(self, request: Structure) -> ModelOutput:
+        """Returns the output for a request, which the hook ``serve`` turns into the input."""
+        with run_layers(training=False):
+            assert self._serve is not None
+            return self._run_model(self._serve.trace(inputs=request))
+
+    def run_batch(self, batch: Batch) -> ModelOutput:
+        """Returns the output for a batch of ``create_eval_dataset``."""
+        with run_layers(training=False):
+            return self._run_model(self._read_batch(batch))
+
+    def _read_batch(self, batch: Batch) -> ModelInput:
+        if self._serve is None or self._signature:
+            values = self._context.hook_values()
+            return self._state.hooks.input_pre.trace(batch=batch, training=False, **values)
+        request = batch[0] if isinstance(batch, tuple) else batch
+        return self._serve.trace(inputs=request)
+
+    def _run_model(self, model_input: ModelInput) -> ModelOutput:
+        output = call_made(self._hook, call_model, self._model, model_input, False)
+        return cast_to_float32(output)
+
+
+def cut_to_used_entries(
+    function: Callable[[Batch], ModelOutput], batch_spec: BatchSpec
+) -> tuple[BatchSpec, Callable[[Structure], ModelOutput]]:
+    """Finds the entries of a batch that the output of a function depends on.
+
+    Args:
+        function: computes the output from a batch
+        batch_spec: the specification of a batch
 
     Returns:
-        The specification of the part; and a function of it that gives the same output.
+        The specification of these entries: of a dict some keys, of a tuple some entries, or the
+        only one by itself. And a function from them to the same output.
     """
     with make_scratch_graph("serving").as_default():
-        batch = make_placeholders(element)
-        outputs = tf.nest.flatten(function(batch), expand_composites=True)
+        batch = make_placeholders(batch_spec)
+        output = function(batch)
+    needed = _find_needed_ops(output)
+    is_used = [
+        any(tensor.op.name in needed for tensor in tf.nest.flatten(entry, expand_composites=True))
+        for entry in tf.nest.flatten(batch)
+    ]
+    specs = zip(tf.nest.flatten(batch_spec), is_used, strict=True)
+    used_specs = [spec if used else None for spec, used in specs]
+    used_spec = _without_nones(tf.nest.pack_sequence_as(batch_spec, used_specs))
+    return used_spec, functools.partial(_call_with_used_entries, function, batch_spec, is_used)
+
+
+def _find_needed_ops(output: ModelOutput) -> set[str]:
+    """Returns the names of the ops that the tensors of an output depend on."""
     needed: set[str] = set()
-    waiting = [output.op for output in outputs]
+    waiting = [tensor.op for tensor in tf.nest.flatten(output, expand_composites=True)]
     while waiting:
         op = waiting.pop()
         if op.name not in needed:
             needed.add(op.name)
-            waiting += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+            waiting += [tensor.op for tensor in op.inputs]
+            waiting += op.control_inputs
+    return needed
 
-    parts = (tf.nest.flatten(part, expand_composites=True) for part in tf.nest.flatten(batch))
-    used = [any(tensor.op.name in needed for tensor in part) for part in parts]
-    leaves = tf.nest.flatten(element)
-    kept = [leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)]
 
-    def call(part: Any) -> Any:
-        rows, sent = count_rows(part), iter(tf.nest.flatten(part))
+def _call_with_used_entries(
+    function: Callable[[Batch], ModelOutput],
+    batch_spec: BatchSpec,
+    is_used: Sequence[bool],
+    request: Structure,
+) -> ModelOutput:
+    """Calls a function with the used entries of a batch, and with zeros for all others.
 
-        def stand_in(spec: Any) -> Any:
-            sizes = [rows, *(size or 1 for size in spec.shape[1:])] if spec.shape.rank else []
-            return tf.compat.v1.placeholder_with_default(tf.zeros(sizes, spec.dtype), spec.shape)
+    Args:
+        function: computes the output from a batch
+        batch_spec: the specification of a batch
+        is_used: for each entry of a batch, whether the request has it
+        request: the used entries
+    """
+    create_zeros = functools.partial(_create_zeros, count_rows(request))
+    used_entries = iter(tf.nest.flatten(request))
+    entries = []
+    for spec, used in zip(tf.nest.flatten(batch_spec), is_used, strict=True):
+        if used:
+            entries.append(next(used_entries))
+        else:
+            entries.append(tf.nest.map_structure(create_zeros, spec, expand_composites=True))
+    return function(tf.nest.pack_sequence_as(batch_spec, entries))
 
-        filled = [
-            next(sent) if is_used else tf.nest.map_structure(stand_in, leaf, expand_composites=True)
-            for leaf, is_used in zip(leaves, used, strict=True)
-        ]
-        return function(tf.nest.pack_sequence_as(element, filled))
 
-    return _without_nones(tf.nest.pack_sequence_as(element, kept)), call
+def _create_zeros(rows: Count, spec: tf.TensorSpec) -> tf.Tensor:
+    """Returns zeros of a number of rows, with the static shape of a specification."""
+    sizes: list[Count] = []
+    if spec.shape.rank:
+        sizes = [rows, *(size or 1 for size in spec.shape[1:])]
+    return tf.compat.v1.placeholder_with_default(tf.zeros(sizes, spec.dtype), spec.shape)
 
 
 def _without_nones(structure: Structure) -> Structure:
@@ -270,42 +361,19 @@ def _without_nones(structure: Structure) -> Structure:
     return structure
 
 
-@contextmanager
-def open_run(callbacks: Any, config: Config) -> Iterator[tuple[State, Run, Console]]:
-    """Builds the state of a run that is only read, on one device."""
-    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
-    config = config.remove_periods()
-    run, console = Run(config, Task(), reading=True), create_console()
-    with open_session(run, console), prepare_process(config):
-        yield create_state(callbacks, config, run, console), run, console
-
-
-@contextmanager
-def restore_run(
-    callbacks: Any, config: Config, checkpoint: CheckpointName
-) -> Iterator[tuple[State, Console]]:
-    """Builds the state of a run and restores a checkpoint; the weights are averaged with ``ema``.
-
-    Raises:
-        SetupError: there is no such checkpoint, or it does not fit.
-    """
-    with open_run(callbacks, config) as (state, run, console):
-        source = Source("checkpoint", run.path, checkpoint)
-        Checkpoints(state, console).restore(source, with_input=False)
-        console.say(f"{run.shown}: checkpoint of step {state.step}.")
-        yield state, console
-
-
-_loading: list[Path] = []  # the runs that are being loaded, outermost first
+# The folders of the runs that are being loaded, outermost first.
+_loading: list[Path] = []
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def load(run: str | Path, checkpoint: CheckpointName = None, callbacks: Any = None) -> LoadedModel:
+def load(
+    run: str | Path, checkpoint: CheckpointName = None, callbacks: Callbacks | None = None
+) -> LoadedModel:
     """Loads the model of a run, on the GPU if there is one.
 
-    The hooks are those of the project: the run's own settings say which file. A line says where
-    that has changed since, or is gone, so that the run's copy is taken. What ``create_dataset``
-    reads has to be there, since the model is built as it was for training.
+    The hooks are those of the project's file that the run's settings name. If that file has changed
+    since the run was trained, a line says so. The data that ``create_dataset`` reads have to exist,
+    because the model is built as it was for training.
 
     Args:
         run: the folder of the run, such as ``runs/a``
@@ -313,21 +381,24 @@ def load(run: str | Path, checkpoint: CheckpointName = None, callbacks: Any = No
         callbacks: a module, a dict or any object with the hooks, instead of the project's file
 
     Raises:
-        SetupError: there is no such run or checkpoint, or the model cannot be served; or a hook
-            calls it that makes variables, is traced, or is called to load that same run.
+        SetupError: there is no such run or checkpoint, or the model cannot be served; or it is
+            called in a hook that creates variables, or that is called to load the same run.
+        RuntimeError: it is called in a hook that is being traced.
     """
     folder = Path(os.path.abspath(run))
     refuse_here(folder)
     config = load_config(folder / "config.yaml")
     with leave_run(), keep_imports(), _note_loading(folder):
         if callbacks is None:
-            name, project = config.callbacks, _find_project(folder, config.runs_dir)
-            source = find_callbacks(name, folder, name, training=False, project=project)
-            if source.note:
-                create_console().say(source.note)
-            callbacks = load_callbacks(source, project)
-        own = dataclasses.replace(config, run_name=folder.name, runs_dir=str(folder.parent))
-        with restore_run(callbacks, own, checkpoint) as (state, _):
+            name = config.callbacks
+            project = _find_project(folder, config.runs_dir)
+            hooks_file = find_callbacks(name, folder, name, training=False, project=project)
+            if hooks_file.note:
+                create_console().say(hooks_file.note)
+            callbacks = load_callbacks(hooks_file, project)
+        # The folder may have been moved or renamed since.
+        config = dataclasses.replace(config, run_name=folder.name, runs_dir=str(folder.parent))
+        with restore_run(callbacks, config, checkpoint) as (state, _):
             return create_inference(state)
 
 
@@ -370,32 +441,40 @@ def _note_loading(folder: Path) -> Iterator[None]:
 
 
 def _find_project(run: Path, runs_dir: str) -> Path:
-    """Returns the folder of the project that a run is in: what ``runs_dir`` is relative to."""
-    parts = Path(runs_dir).parts
-    inside = run.parent.parts[-len(parts) :] == parts and not Path(runs_dir).is_absolute()
-    return Path(*run.parent.parts[: -len(parts)]) if inside else Path.cwd()
+    """Returns the folder of the project that a run is in.
+
+    Args:
+        run: the folder of the run
+        runs_dir: the setting of that name, which is relative to the project or absolute
+    """
+    relative = Path(runs_dir)
+    depth = len(relative.parts)
+    is_inside = run.parent.parts[-depth:] == relative.parts
+    if relative.is_absolute() or not is_inside:
+        return Path.cwd()
+    return Path(*run.parent.parts[:-depth])
 
 
 def save_model(model: LoadedModel, folder: Path) -> None:
     """Writes a SavedModel that serves without this engine or the hooks.
 
-    The function ``serve`` takes what a client sends in its structure; the signature
-    ``serving_default`` takes it by name, and returns the output by the names that ``predict``
-    writes.
+    The function ``serve`` takes a request in its own structure. The signature ``serving_default``
+    takes the entries of a request by name, and returns those of the output by the names that
+    ``predict`` writes.
 
     Raises:
         AssertionError: the model uses something that cannot be saved.
         OSError, tf.errors.OpError: it cannot be written.
     """
-    names = list_input_names(model.input_spec)
-    spec = {name: set_rows(part, name=name) for name, part in names.items()}
+    entries = list_input_names(model.input_spec)
+    spec_by_name = {name: set_rows(entry, name=name) for name, entry in entries.items()}
 
-    @tf.function(autograph=False, input_signature=[spec])
-    def by_name(inputs: dict[str, Any]) -> dict[str, Any]:
+    @tf.function(autograph=False, input_signature=[spec_by_name])
+    def serve_by_name(inputs: dict[str, AnyTensor]) -> dict[str, tf.Tensor]:
         return name_outputs(model.function(pack_inputs(model.input_spec, inputs)))
 
     @tf.function(autograph=False, input_signature=[model.input_spec])
-    def serve(inputs: Any) -> Any:
+    def serve(inputs: Structure) -> ModelOutput:
         return model.function(inputs)
 
     module = tf.Module()
@@ -403,4 +482,5 @@ def save_model(model: LoadedModel, folder: Path) -> None:
     module.tables_of_run = find_tables(model.function.graph)
     module.serve = serve
     # Keras' TFSMLayer looks for the second name.
-    tf.saved_model.save(module, str(folder), {"serving_default": by_name, "serve": by_name})
+    signatures = {"serving_default": serve_by_name, "serve": serve_by_name}
+    tf.saved_model.save(module, str(folder), signatures)

@@ -30,6 +30,7 @@ from ctl_core.types import (
     GradientsByObjective,
     PerReplica,
     Structure,
+    UserObject,
     Variable,
     VariablesByObjective,
 )
@@ -62,11 +63,11 @@ class Updates(NamedTuple):
     Attributes:
         applied: the gradients that optimizers apply
         displayed: the gradients that host hooks are shown
-        skips: whether to leave out an update, a bool scalar; only where ``update_pre`` says so
+        skips: whether to leave out an update, a bool scalar; only if ``update_pre`` returned it
     """
 
     applied: GradientsByObjective
-    displayed: dict[str, Any]
+    displayed: dict[str, UserObject]
     skips: dict[str, tf.Tensor]
 
 
@@ -87,19 +88,19 @@ class StepResult(NamedTuple):
     loss: dict[str, PerReplica]
     gradients: GradientsByObjective
     update_gradients: GradientsByObjective
-    display_gradients: dict[str, Any]
+    display_gradients: dict[str, UserObject]
     variables: VariablesByObjective
     output: list[PerReplica]
     batch: list[PerReplica]
     flags: list[FiniteFlags]
 
-    def fetch(self, names: frozenset[str]) -> dict[str, Any]:
+    def fetch(self, names: frozenset[str]) -> dict[str, Structure]:
         """Returns the values of these names; without objectives' names if there is only one."""
         return {name: strip_objective(getattr(self, name)) for name in names}
 
 
-def strip_objective(values: dict[str, Any] | Any) -> Any:
-    """Returns the value of the single objective, if values by objective are of a single one."""
+def strip_objective(values: Structure) -> Structure:
+    """Returns the value of the single objective, if these are values by objective of one."""
     if isinstance(values, dict) and SINGLE_OBJECTIVE in values:
         return values[SINGLE_OBJECTIVE]
     return values
@@ -128,8 +129,8 @@ def train_step(
 def merge_turns(results: list[StepResult]) -> StepResult:
     """Merges the results of all turns of a step; output and batch are those of the last turn."""
 
-    def merge(field: str) -> dict[str, Any]:
-        merged: dict[str, Any] = {}
+    def merge(field: str) -> dict[str, Structure]:
+        merged: dict[str, Structure] = {}
         for result in results:
             merged |= getattr(result, field)
         return merged
@@ -199,7 +200,7 @@ class Replicas:
         with tf.name_scope(""):
             return self._strategy.run(run_on_replica, values)
 
-    def get_local_results(self, value: PerReplica) -> tuple[Any, ...]:
+    def get_local_results(self, value: PerReplica) -> tuple[tf.Tensor, ...]:
         """Returns a value of each replica of this process."""
         return self._strategy.experimental_local_results(value)  # type: ignore[no-any-return]
 
@@ -326,7 +327,7 @@ def call_update_pre(
         if name in hook.arguments
     }
     applied: GradientsByObjective = {}
-    displayed: dict[str, Any] = {}
+    displayed: dict[str, UserObject] = {}
     skips: dict[str, tf.Tensor] = {}
     shape = components.shape
     rows, present = shape.count_rows_of(replica_id(), examples)

@@ -10,13 +10,13 @@ import dataclasses
 import functools
 import signal
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
 from ctl_core.checkpoint.checkpoints import Checkpoints, check_written
-from ctl_core.checkpoint.record import find_best_step
+from ctl_core.checkpoint.record import Record, find_best_step
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.evaluation.evaluate import read_criteria
@@ -26,26 +26,21 @@ from ctl_core.hooks.hooks import Hook
 from ctl_core.model.components import TraceContext
 from ctl_core.model.failures import attribute_errors
 from ctl_core.model.metrics import read_results
-from ctl_core.model.state import (
-    Clock,
-    State,
-    check_hook_state,
-    count_parameters,
-    describe_end,
-    describe_start,
-    record_nonfinite,
-    warn_of_nonfinite,
-)
-from ctl_core.numerics.not_finite import NonFinite
+from ctl_core.model.state import Clock, State, check_hook_state
+from ctl_core.numerics.not_finite import NEVER, NonFinite
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, RunError, SetupError, StopTraining
 from ctl_core.schedule import MOST_STEPS, Schedule, StepsPerCall, convert_to_steps
+from ctl_core.session.messages import (
+    count_parameters,
+    describe_end,
+    describe_nonfinite,
+    describe_start,
+)
+from ctl_core.session.run import Run
 
-if TYPE_CHECKING:
-    from ctl_core.checkpoint.folder import Run
-
-# What a run that starts from scratch prints if it has several replicas.
+# Printed when a run with several replicas starts from scratch.
 CHECK_ADVICE = (
     "If the loss of an example depends on other rows of the batch, try --check first: it compares "
     "one device with three."
@@ -73,11 +68,13 @@ class Trainer:
         self._signals = signals
         self._signal = 0  # the signal that ends training on every process, or 0
         self._steps_per_call = StepsPerCall(1 if state.config.detect_anomaly else MOST_STEPS)
-        profile = (state.config.profile or "") if state.cluster.task.chief else ""
-        self._profile = Profile(profile, run.path / "tb" / "train")
+        profiled_steps = ""
+        if state.cluster.task.chief and state.config.profile is not None:
+            profiled_steps = state.config.profile
+        self._profile = Profile(profiled_steps, run.path / "tb" / "train")
         self._schedule = Schedule(state, self._profile.marks)
-        names = state.evaluation.names if state.evaluation else ()
-        self._criteria = read_criteria(state.config, names)
+        metric_names = state.evaluation.names if state.evaluation else ()
+        self._criteria = read_criteria(state.config, metric_names)
 
     def restore(self, go_on: bool = False) -> None:
         """Restores the newest checkpoint, and determines how far to train.
@@ -90,7 +87,7 @@ class Trainer:
         """
         state = self.state
         config = state.config
-        record = self.checkpoints.restore(self._run.start)
+        record = self.checkpoints.restore(self._run.source)
         self.start = state.step
         last = config.steps
         if config.epochs is not None:
@@ -99,19 +96,32 @@ class Trainer:
         assert last is not None
         if state.progress.ended is not None:
             self._continue_ended_run(last, go_on)
-        rate_schedule = state.learning_rate.schedule
-        if rate_schedule is not None:
-            rate_schedule.last = last
-            if record and self.start < last and not state.ended:
-                jump = rate_schedule.describe_jump(self.start, record.learning_rate)
-                if jump is not None:
-                    self._console.warn(jump)
-        if record and record.learning_rate != config.learning_rate:
-            if state.learning_rate.is_used:
-                self._console.say(f"learning_rate is {config.learning_rate:g} from here on.")
-            state.learning_rate.variable.assign(config.learning_rate)
+        self._restore_learning_rate(record, last)
         self._schedule.last = last
         self.functions.refresh()
+
+    def _restore_learning_rate(self, record: Record | None, last: int) -> None:
+        """Sets the learning rate, if the settings have changed since the checkpoint, and says so.
+
+        Args:
+            record: of the checkpoint; None if the run starts from scratch
+            last: the last step of the run, where a schedule ends
+        """
+        learning_rate = self.state.learning_rate
+        schedule = learning_rate.schedule
+        if schedule is not None:
+            schedule.last = last
+        if record is None:
+            return
+        if schedule is not None and self.start < last and not self.state.ended:
+            jump = schedule.describe_jump(self.start, record.learning_rate)
+            if jump is not None:
+                self._console.warn(jump)
+        setting = self.state.config.learning_rate
+        if record.learning_rate != setting:
+            if learning_rate.is_used:
+                self._console.say(f"learning_rate is {setting:g} from here on.")
+            learning_rate.variable.assign(setting)
 
     def _continue_ended_run(self, last: int, go_on: bool) -> None:
         """Continues a run that was ended early, if that is asked for or it has more steps now."""
@@ -123,11 +133,11 @@ class Trainer:
             for criterion_state in progress.best.values():
                 criterion_state[2] = 0  # evaluations since the best one, which early_stop counts
 
-    def train(self, source: bytes | None = None) -> None:
+    def train(self, hooks_file: bytes | None = None) -> None:
         """Trains from ``start`` on, and prints how training begins and ends.
 
         Args:
-            source: the file of the hooks, of which the run keeps a copy
+            hooks_file: the content of the file with the hooks, of which the run keeps a copy
         """
         state = self.state
         run = self._run
@@ -138,16 +148,11 @@ class Trainer:
             self._check_step()
         if state.cluster.task.chief and (going_on or not run.config_file.exists()):
             run.listeners.candidates.append(Pace(state, run.summaries))
-            run.open(state.config, self.start, source, self.functions.devices)
+            run.open(state.config, self.start, hooks_file, self.functions.devices)
             console.listeners = run.listeners
-        console.say(describe_start(state, self.start, schedule.last))
+        self._print_start(going_on)
         if not going_on:
             schedule.last = min(self.start, schedule.last)
-        elif self.start == 0:
-            console.say(f"the model has {count_parameters(state)}.")
-            if state.components.shape.replicas > 1:
-                # Nothing that is compared before training finds every loss of this kind.
-                console.say(CHECK_ADVICE)
         state.clock = Clock()
         console.start(self.start, schedule.last, state.clock.measure_training)
         try:
@@ -163,17 +168,29 @@ class Trainer:
             self.checkpoints.close()
             self._profile.end()
         console.stop()
-        warn_of_nonfinite(state, console)
+        for warning in describe_nonfinite(state):
+            console.warn(warning)
         console.say(describe_end(state, self.start))
         if state.diverged and ending != "stopped":
             ending = "diverged"
         run.end(ending)
 
+    def _print_start(self, going_on: bool) -> None:
+        """Prints how training begins; ``going_on`` is whether there are steps left to take."""
+        self._console.say(describe_start(self.state, self.start, self._schedule.last))
+        if going_on and self.start == 0:
+            self._console.say(f"the model has {count_parameters(self.state)}.")
+            if self.state.components.shape.replicas > 1:
+                # The comparisons before training do not find every loss of this kind.
+                self._console.say(CHECK_ADVICE)
+
     def _name_ending(self) -> str:
-        """Returns how training ended, as the hooks ``at_end`` and listeners are told."""
+        """Returns how training ended, for the hooks ``at_end`` and for listeners."""
         if self.state.stopped_by:
             return "stopped"
-        return "ended" if self.state.ended else "done"
+        if self.state.ended:
+            return "ended"
+        return "done"
 
     def _loop(self) -> None:
         state = self.state
@@ -195,7 +212,9 @@ class Trainer:
             before = step
             stop = schedule.find_next_stop(step)
             step = min(stop, before + self._steps_per_call.limit)
-            fetches = schedule.find_fetches(stop) if step == stop else frozenset()
+            fetches: frozenset[str] = frozenset()
+            if step == stop:
+                fetches = schedule.find_fetches(step)
             with (
                 attribute_errors(state, self.functions, before),
                 self._steps_per_call.measure(step - before) as steps,
@@ -203,16 +222,23 @@ class Trainer:
                 values = self.functions.take_steps(steps, fetches)
             self._run.steps_taken = step - self.start
             state.progress.examples += state.data.count_new_examples(steps)
-            for passed, hook in schedule.find_deferred(range(before + 1, step + (step != stop))):
-                chief = state.cluster.task.chief
-                hook(step=passed, dev=self.functions.devices, chief=chief)
+            # Hooks that are due after the last step of the call run below, in their order.
+            passed = range(before + 1, step if step == stop else step + 1)
+            self._run_deferred_hooks(passed)
             if step == stop:
                 ended = self._run_hooks(step, schedule.find_due(step), values)
         with state.clock.pause():
             self.checkpoints.save()
             self.checkpoints.wait()
         self.checkpoints.statistics.average()
-        state.stopped_by = self._signal if step < schedule.last else None
+        if step < schedule.last:
+            state.stopped_by = self._signal
+
+    def _run_deferred_hooks(self, steps: range) -> None:
+        """Runs the deferred hooks that were due after steps inside of a graph call."""
+        chief = self.state.cluster.task.chief
+        for step, hook in self._schedule.find_deferred(steps):
+            hook(step=step, dev=self.functions.devices, chief=chief)
 
     def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
         """Runs host hooks after a step; returns whether one ends training."""
@@ -237,8 +263,8 @@ class Trainer:
                         hook(**values)
                     if "state" in hook.arguments:
                         check_hook_state(state.hook_state, str(hook))
-            except StopTraining as asked:
-                self._console.say(f"step {step}: a hook ends training. {asked}".rstrip())
+            except StopTraining as request:
+                self._console.say(f"step {step}: a hook ends training. {request}".rstrip())
                 ended = True
         self.functions.refresh()
         return ended
@@ -282,20 +308,41 @@ class Trainer:
         self._steps_per_call.limit = status.steps_per_call
         self.checkpoints.save_requested = status.save
         noted = NonFinite(status.first, status.latest, status.bad, noted.zeroed)
-        record_nonfinite(self.state, noted, self._console)
+        self._record_nonfinite(noted)
         if status.end and step < self._schedule.last:
-            self.state.progress.ended, self._schedule.last = self._schedule.last, step
+            self.state.progress.ended = self._schedule.last
+            self._schedule.last = step
+
+    def _record_nonfinite(self, noted: NonFinite) -> None:
+        """Adds what is known of the steps of a graph call, and warns of the first bad loss.
+
+        Raises:
+            RunError: ``on_nan`` is stop, and a loss is not finite.
+        """
+        progress = self.state.progress
+        is_first = progress.noted.first == NEVER
+        progress.noted = progress.noted.merge_later(noted)
+        if not noted.steps:
+            return
+        if self.state.config.on_nan == "stop":
+            raise RunError(f"the loss of step {noted.first} is not finite (on_nan: stop).")
+        if is_first:
+            self._console.warn(
+                f"the loss of step {noted.first} is not finite; --detect-anomaly finds the op, "
+                "layer and line that it comes from, and on_nan: stop would end training there."
+            )
 
     def _evaluate(self, step: int) -> None:
         """Evaluates, if that is due and not done yet, and acts upon the values."""
         state = self.state
         progress = state.progress
-        average = state.average
-        due = self._schedule.is_evaluation_due(step) and progress.evaluated != step
-        if not due or state.evaluation is None:
+        is_due = self._schedule.is_evaluation_due(step) and progress.evaluated != step
+        if not is_due or state.evaluation is None:
             return
-        # The hooks after_eval see the weights that were evaluated.
-        with average.replace_weights() if average else nullcontext():
+        with ExitStack() as stack:
+            # The hooks after_eval see the weights that were evaluated.
+            if state.average is not None:
+                stack.enter_context(state.average.replace_weights())
             with (
                 attribute_errors(state, self.functions, step),
                 state.clock.pause(),

@@ -1,1 +1,1 @@
-"""A run on the disk: its folder, checkpoints and their records, how it begins and goes on."""
+"""Checkpoints and their records: which one a run starts from, writing, restoring, deleting."""

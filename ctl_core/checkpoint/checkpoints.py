@@ -33,9 +33,10 @@ from ctl_core.checkpoint.vocabularies import Vocabularies
 from ctl_core.checkpoint.writer import Divergence, Writer, write_together
 from ctl_core.compat import add_called_ops, find_written_resources, read_max_to_keep
 from ctl_core.hooks.recording import find_tables, list_freezable, read_flags, set_flags
+from ctl_core.model.averages import MovingStatistics
+from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.state import Progress, State
 from ctl_core.numerics.randomness import fold_in_replica_id
-from ctl_core.numerics.replicas import MovingStatistics, ReplicaCopies
 from ctl_core.numerics.variables import is_summed, unwrap
 from ctl_core.run.console import Console
 from ctl_core.run.errors import RunError, SetupError, format_error
@@ -193,7 +194,7 @@ class Checkpoints:
             engine.mkdir(parents=True, exist_ok=True)
             # While its files are replaced, the checkpoint must not count.
             (engine / f"ckpt-{step}.json").unlink(missing_ok=True)
-            own_values = self.statistics.own
+            own_values = self.statistics.checkpoint
             if own_values is not None:
                 own_values.write(str(self._name_own_part(self._folder, step)))
         write_position = functools.partial(
@@ -344,7 +345,7 @@ class Checkpoints:
         With another number of replicas than before, all of them continue with the mean. The same
         happens if the file cannot be read: the mean differs only by the order of sums.
         """
-        own_values = self.statistics.own
+        own_values = self.statistics.checkpoint
         is_same_number = record.replicas == self._state.components.shape.replicas
         has_same_variables = record.created == list(self._created)
         if own_values is None or not is_same_number or not has_same_variables:

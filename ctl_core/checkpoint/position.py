@@ -89,7 +89,7 @@ class InputPosition:
             try:
                 if data.reader is None:
                     held = [variable.read_value() for variable in data.held]
-                    return [*held, read_position(data.source)]
+                    return [*held, read_position(data.stream)]
                 record.reader = data.reader.write_position()
                 record.input_saved = True
                 return []
@@ -145,7 +145,7 @@ class InputPosition:
         *held, position = tf.raw_ops.RestoreV2(dtypes=dtypes, **_name_tensors(prefix, len(dtypes)))
         for variable, value in zip(data.held, held, strict=True):
             variable.assign(value)
-        restore_position(data.source, position)
+        restore_position(data.stream, position)
 
     def _find_obstacle(self, record: Record) -> str | None:
         """Returns why the position of a record cannot be restored; None if it can."""

@@ -14,8 +14,8 @@ from typing import Literal
 from ctl_core.checkpoint.record import list_saved_steps
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import relative_path
+from ctl_core.run.layers import read_file
 from ctl_core.run.settings import Config, Count
-from ctl_core.run.sources import read_file
 
 CheckpointName = Count | Literal["best"] | None
 _NAME = re.compile(r"(?P<run>.+?)(?:@(?P<step>\d{1,18}|best))?", re.DOTALL)

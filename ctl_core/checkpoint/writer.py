@@ -16,8 +16,8 @@ import tensorflow as tf
 from ctl_core.checkpoint.record import Record, keep_best, remove_orphans, write_record
 from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.compat import GraphCheckpoint, Node, hold_objects, saves_itself
+from ctl_core.model.copies import define_copy
 from ctl_core.model.state import State
-from ctl_core.numerics.replicas import define_copy
 from ctl_core.numerics.variables import name_variable, unwrap
 from ctl_core.run.errors import RunError, format_error
 from ctl_core.run.files import relative_path

@@ -20,7 +20,6 @@ from typing import Any
 import tensorflow as tf
 
 from ctl_core.build import create_state, prepare_process
-from ctl_core.checkpoint.folder import Run, open_session
 from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import prepare
@@ -42,12 +41,14 @@ from ctl_core.input.batches import Share, make_placeholders
 from ctl_core.model.components import TraceContext
 from ctl_core.model.forward import forward_backward
 from ctl_core.model.ratio import check_losses
-from ctl_core.model.state import State, count_parameters
+from ctl_core.model.state import State
 from ctl_core.run.console import format_values
 from ctl_core.run.errors import SetupError, StopTraining, format_error, read_frames
 from ctl_core.run.listeners import find_listener
 from ctl_core.run.settings import Config
 from ctl_core.serving import load
+from ctl_core.session.messages import count_parameters
+from ctl_core.session.run import Run, open_session
 from ctl_core.trainer import Trainer
 from ctl_core.types import Callbacks
 

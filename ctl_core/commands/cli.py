@@ -21,8 +21,7 @@ from ctl_core.checkpoint.source import CheckpointName, read_source
 from ctl_core.hooks.callbacks_file import DEFAULT
 from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
 from ctl_core.run.files import relative_path
-from ctl_core.run.settings import SETTINGS, Config, FilePath, declare, explain, flatten
-from ctl_core.run.sources import (
+from ctl_core.run.layers import (
     ENV_PREFIX,
     EnvironmentSource,
     Layer,
@@ -31,6 +30,7 @@ from ctl_core.run.sources import (
     read_file,
     resolve,
 )
+from ctl_core.run.settings import SETTINGS, Config, FilePath, declare, explain, flatten
 
 _File = Annotated[FilePath, AfterValidator(os.path.abspath)]
 _OPTIONS: dict[str, Any] = {

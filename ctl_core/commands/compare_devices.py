@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from ctl_core.build import create_state, prepare_process
 from ctl_core.checkpoint.checkpoints import reject_unsaved
-from ctl_core.checkpoint.folder import Run, open_session
 from ctl_core.cluster.task import Task
 from ctl_core.commands.check_console import CheckConsole
 from ctl_core.commands.differences import Measurement, describe_differences, find_differences
@@ -26,6 +25,7 @@ from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
 from ctl_core.run.errors import CtlError, RunError, SetupError, format_error
 from ctl_core.run.settings import Config
+from ctl_core.session.run import Run, open_session
 
 DEVICES = 3
 

@@ -17,11 +17,12 @@ import tensorflow as tf
 from ctl_core.compat import add_called_ops, flatten_layers, read_added_losses
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook
+from ctl_core.model.averages import has_own_statistics
 from ctl_core.model.components import SINGLE_OBJECTIVE
+from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.metrics import read_results
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import is_noise_of_replica
-from ctl_core.numerics.replicas import ReplicaCopies, has_own_statistics
 from ctl_core.numerics.variables import cast_to_float32, is_summed, name_variable, walk
 from ctl_core.types import Model, ModelOutput
 

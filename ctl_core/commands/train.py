@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from ctl_core.build import create_state, prepare_process
-from ctl_core.checkpoint.folder import Run, open_session
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import find_task
 from ctl_core.cluster.sync import join_peers
-from ctl_core.hooks.callbacks_file import read_hooks_source
+from ctl_core.hooks.callbacks_file import read_hooks_file
 from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State
 from ctl_core.run.console import Console
 from ctl_core.run.files import is_stdout
 from ctl_core.run.listeners import Listener, find_listener
 from ctl_core.run.settings import Config
+from ctl_core.session.run import Run, open_session
 from ctl_core.trainer import Trainer
 
 
@@ -44,7 +44,8 @@ def train(
         RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
         PeerLost: another process of the cluster is gone.
     """
-    task, source = find_task(config), read_hooks_source(callbacks)
+    task = find_task(config)
+    hooks_file = read_hooks_file(callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []
     run = Run(config, task, note, listeners=[*listeners, *named])
     console = Console(shown=task.chief and not is_stdout(run.path / "train.log"))
@@ -59,5 +60,5 @@ def train(
         check_losses(state, console)
         trainer = Trainer(state, run, console, signals)
         trainer.restore(go_on)
-        trainer.train(source)
+        trainer.train(hooks_file)
     return state

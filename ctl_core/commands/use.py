@@ -10,15 +10,16 @@ import tensorflow as tf
 
 from ctl_core import serving
 from ctl_core.checkpoint.checkpoints import Checkpoints
-from ctl_core.checkpoint.folder import Run
 from ctl_core.checkpoint.record import list_saved_steps
 from ctl_core.checkpoint.source import CheckpointName, Source
 from ctl_core.model.state import State
+from ctl_core.read_only import open_run, restore_run
 from ctl_core.run.console import Console, format_values
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import atomic_write, is_locked, relative_path
 from ctl_core.run.listeners import MetricsFile, read_metrics
 from ctl_core.run.settings import Config
+from ctl_core.session.run import Run
 from ctl_core.types import Batch, BatchSpec, Callbacks, ModelOutput
 
 # How often ``evaluate --watch`` looks for new checkpoints (seconds).
@@ -62,12 +63,12 @@ def evaluate(
     Raises:
         SetupError: there is no evaluation data, or no checkpoint.
     """
-    if watch and checkpoint is not None:
-        raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
     if watch:
-        with serving.open_run(callbacks, config) as (state, run, console):
+        if checkpoint is not None:
+            raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
+        with open_run(callbacks, config) as (state, run, console):
             return _watch(state, run, console)
-    with serving.restore_run(callbacks, config, checkpoint) as (state, console):
+    with restore_run(callbacks, config, checkpoint) as (state, console):
         values = _evaluate(state)
         console.values(state.step, "eval", values)
     return values
@@ -157,7 +158,7 @@ def predict(
         raise SetupError("input and dataset: give one of the two.")
     if output and (Path(output).suffix != ".npz" or output == input):
         raise SetupError(f"output: expected the name of another .npz file, got {output}.")
-    with serving.restore_run(callbacks, config, checkpoint) as (state, console):
+    with restore_run(callbacks, config, checkpoint) as (state, console):
         model = serving.create_inference(state)
         if input:
             examples = _read_examples(Path(input), model, config)
@@ -309,7 +310,7 @@ def export(
         SetupError: there is no checkpoint.
         OSError: the folder cannot be written.
     """
-    with serving.restore_run(callbacks, config, checkpoint) as (state, console):
+    with restore_run(callbacks, config, checkpoint) as (state, console):
         folder = Path(output or state.run_dir / "export")
         folder.mkdir(exist_ok=True)
         versions = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]

@@ -39,10 +39,10 @@ from ctl_core.input.caches import refuse_unfinished_caches
 from ctl_core.input.prefetch import read_ahead
 from ctl_core.input.readers import open_reader
 from ctl_core.model.components import Components, ForwardContext, TraceContext
+from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
 from ctl_core.model.metrics import read_results, update_if, update_metrics
 from ctl_core.numerics.randomness import keep_seeds
-from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.numerics.variables import unwrap
 from ctl_core.run.errors import SetupError, suggest
 from ctl_core.run.settings import Config

@@ -29,7 +29,7 @@ _importing: list[Path] = []  # the files that are being run, outermost first
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class HooksFile:
     """Where the hooks are read from: the file, what it is a copy of or itself, a line for the user.
 
     Both paths are absolute.
@@ -42,7 +42,7 @@ class Source:
 
 def find_callbacks(
     name: str, run: Path | None, trained_with: str, training: bool, project: Path | None = None
-) -> Source:
+) -> HooksFile:
     """Finds the file ``name`` of a project, the current folder unless another one is given.
 
     A note says where it is not what the ``run`` that is there was ``trained_with``; when
@@ -55,7 +55,7 @@ def find_callbacks(
     path = project / name
     copy = (run / COPY).absolute() if run else path
     if run and os.path.realpath(path) == os.path.realpath(copy):
-        return Source(path, project / trained_with)
+        return HooksFile(path, project / trained_with)
     is_other = run is not None and name == trained_with and copy.is_file()
     if not path.is_file():
         other = (
@@ -65,15 +65,15 @@ def find_callbacks(
         )
         raise SetupError(f"callbacks: no file {format_name(name)} in {project}; {other}.")
     if not is_other or copy.read_bytes() == path.read_bytes():
-        return Source(path, path)
+        return HooksFile(path, path)
     now = "; the run goes on with what it is now" * training
     note = f"{format_name(name)} is not as it was when the run was trained{now}; "
-    return Source(
+    return HooksFile(
         path, path, f"{note}--callbacks {format_name(relative_path(copy))} takes what it was."
     )
 
 
-def check_compiles(source: Source) -> types.CodeType:
+def check_compiles(hooks_file: HooksFile) -> types.CodeType:
     """Returns the code of the file, of which nothing has run, nor anything that it imports.
 
     Raises:
@@ -81,34 +81,36 @@ def check_compiles(source: Source) -> types.CodeType:
     """
     try:
         with warnings.catch_warnings(action="ignore"):
-            return compile(source.path.read_bytes(), str(source.path), "exec", dont_inherit=True)
+            return compile(
+                hooks_file.path.read_bytes(), str(hooks_file.path), "exec", dont_inherit=True
+            )
     except (SyntaxError, ValueError) as error:
-        raise SetupError(_why(error, source)) from error
+        raise SetupError(_why(error, hooks_file)) from error
 
 
-def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleType:
+def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.ModuleType:
     """Runs the file as it is now; modules beside it and in the project are found.
 
     Raises:
         SetupError: it cannot be imported; with its own line and message; or it is being imported
             already, and loads a run of its own hooks.
     """
-    if source.stands_for in _importing:
+    if hooks_file.stands_for in _importing:
         raise SetupError(
-            f"ctl.load at the top of {format_name(source.stands_for.name)} loads a run of that "
+            f"ctl.load at the top of {format_name(hooks_file.stands_for.name)} loads a run of that "
             "same file, which would import itself without end; call it in a hook that runs while "
             "training, pass the hooks of another file (callbacks=module), or begin with the "
             "run's weights (--init-from RUN, without the head: --init-skip 'head/*')."
         )
-    original, project = source.stands_for, project or Path.cwd()
+    original, project = hooks_file.stands_for, project or Path.cwd()
     for folder in (project, original.parent):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
     module = types.ModuleType(PROJECT if original == project / DEFAULT else MODULE)
     module.__file__ = str(original)  # by which a file may find its data
-    vars(module)["__source__"] = source.path.read_bytes()
+    vars(module)["__file_content__"] = hooks_file.path.read_bytes()
     sys.modules[module.__name__] = module
-    code = check_compiles(source)
+    code = check_compiles(hooks_file)
     from ctl_core.hooks.recording import IMPORTED, note_layers  # as late as TensorFlow can be
 
     IMPORTED.clear()
@@ -117,7 +119,7 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
         with note_layers(IMPORTED):
             exec(code, vars(module))
     except (Exception, SystemExit) as error:
-        raise SetupError(_why(error, source)) from error
+        raise SetupError(_why(error, hooks_file)) from error
     finally:
         _importing.remove(original)
     return module
@@ -139,19 +141,21 @@ def keep_imports() -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def _why(error: BaseException, source: Source) -> str:
-    file = source.path.name
+def _why(error: BaseException, hooks_file: HooksFile) -> str:
+    file = hooks_file.path.name
     text = str(error) if isinstance(error, CtlError) else format_error(error)
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(source.path)]
+    lines = [frame.lineno for frame in frames if frame.filename == str(hooks_file.path)]
     if isinstance(error, SyntaxError):
         file, lines = Path(error.filename or file).name, [error.lineno]
         text = f"{type(error).__name__}: {error.msg}"
     return f"{file}:{lines[-1]}: {text}" if lines else f"{file}: {text}"
 
 
-def read_hooks_source(callbacks: Any) -> bytes | None:
-    """Returns what is in the file that the hooks are in; None if they are in none."""
-    file = Path(getattr(callbacks, "__file__", None) or "")
-    source = getattr(callbacks, "__source__", None)
-    return file.read_bytes() if source is None and file.is_file() else source
+def read_hooks_file(callbacks: Any) -> bytes | None:
+    """Returns the content of the file with the hooks; None if they are in no file."""
+    content: bytes | None = getattr(callbacks, "__file_content__", None)
+    path = Path(getattr(callbacks, "__file__", None) or "")
+    if content is None and path.is_file():
+        return path.read_bytes()
+    return content

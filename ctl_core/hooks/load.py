@@ -17,10 +17,10 @@ import tensorflow as tf
 from ctl_core.compat import read_max_to_keep
 from ctl_core.hooks import defaults
 from ctl_core.hooks.hooks import Hook, Hooks
+from ctl_core.hooks.optimizer_groups import is_pairs
 from ctl_core.hooks.results import Objective
 from ctl_core.hooks.spec import Form, HookSpec
 from ctl_core.hooks.table import COMMON, DEFERRED, SPECS, TABLE
-from ctl_core.numerics.groups import is_pairs
 from ctl_core.run.errors import SetupError, find_code, locate, make_line, suggest
 from ctl_core.run.settings import Config
 

@@ -43,7 +43,7 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
 
     An executable of many steps takes its batches stacked: to draw a single batch would take longer
     than the step of a small model. A checkpoint in the middle of a unit holds the unit, the number
-    of its batches that were drawn, and the position of ``source``, which reads units.
+    of its batches that were drawn, and the position of ``stream``, which reads units.
     """
 
     def __init__(self, dataset: tf.data.Dataset, number: int) -> None:
@@ -56,7 +56,7 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
         super().__init__()
         self._number = number
         stacked = dataset.batch(number, drop_remainder=True)
-        self.source = iter(read_ahead(stacked, for_long=True, number=2))
+        self.stream = iter(read_ahead(stacked, for_long=True, number=2))
         with tf.device("CPU:0"):
             self._unit = [
                 tf.Variable(tf.zeros(spec.shape, spec.dtype), trainable=False)
@@ -80,10 +80,10 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
         number = tf.minimum(limit, self._number - first)
         self._drawn.assign(first + number)
         tensors = [tf.identity(variable) for variable in self._unit]
-        return tf.nest.pack_sequence_as(self.source.element_spec, tensors), first, number
+        return tf.nest.pack_sequence_as(self.stream.element_spec, tensors), first, number
 
     def _read(self) -> tf.Tensor:
-        tensors = tf.nest.flatten(next(self.source))
+        tensors = tf.nest.flatten(next(self.stream))
         for variable, tensor in zip(self._unit, tensors, strict=True):
             variable.assign(tensor)
         return tf.constant(0)

@@ -51,8 +51,8 @@ class Input:
         is_stream: whether ``make_batches`` returned an endless dataset of its own
         is_endless: whether the data have no passes
         steps_per_epoch: the global batches in a pass; None without passes, and if nobody asked
-        dataset: what ``source`` reads
-        source: the iterator whose position is part of each checkpoint; None before ``begin``
+        dataset: what ``stream`` reads
+        stream: the iterator whose position is part of each checkpoint; None before ``begin``
         held: variables with what was read and not yet drawn; part of each checkpoint, too
         iterator: what batches are drawn from; None before ``begin``
         reader: the Python reader that knows the position, if there is one
@@ -106,7 +106,7 @@ class Input:
                 self._digest = tf.Variable(cardinality, trainable=False, name="digest")
         self.unit = 0
         self.iterator: Any = None  # a tf.data.Iterator or StackedBatches
-        self.source: Any = None  # a tf.data.Iterator
+        self.stream: Any = None  # a tf.data.Iterator
         self.held: tuple[tf.Variable, ...] = ()
 
     def draw(self) -> tuple[Deal, int | tf.Tensor]:
@@ -158,11 +158,11 @@ class Input:
         self.unit = unit
         if unit:
             self.iterator = StackedBatches(self.dataset, unit)
-            self.source = self.iterator.source
+            self.stream = self.iterator.stream
             self.held = self.iterator.variables
         else:
-            self.source = iter(read_ahead(self.dataset, for_long=True))
-            self.iterator = self.source
+            self.stream = iter(read_ahead(self.dataset, for_long=True))
+            self.iterator = self.stream
 
     def begin_anew(self, skip: int = 0) -> None:
         """Starts reading the data from their start, and drops ``skip`` examples."""

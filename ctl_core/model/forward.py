@@ -29,8 +29,7 @@ from ctl_core.model.components import (
     StepContext,
 )
 from ctl_core.model.metrics import update_train_metrics
-from ctl_core.numerics.reduction import Contribution
-from ctl_core.numerics.replicas import decode_sum, encode_for_sum
+from ctl_core.numerics.reduction import Contribution, decode_sum, encode_for_sum
 from ctl_core.numerics.variables import cast_to_float32, name_variable
 from ctl_core.run.console import warn
 from ctl_core.run.errors import CtlError, HookFailed, SetupError, read_frames

@@ -17,10 +17,10 @@ from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.compat import add_called_ops, get_seed_generator, run_replica
 from ctl_core.input.batches import count_rows, find_first_replica, take_rows
 from ctl_core.model.components import StepContext, TraceContext
+from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.forward import compute_objectives, run_model, weigh_batch
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import keep_seeds
-from ctl_core.numerics.replicas import ReplicaCopies
 from ctl_core.run.console import Console
 
 BATCHES, MOST_ROWS, WEIGHED = 3, 64, 8

@@ -1,11 +1,10 @@
-"""What a run is made of, how far it has come, and what it says of that."""
+"""The state of a run: its components, its progress, and the time that training takes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,29 +16,28 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.recording import Recording
 from ctl_core.input.stream import Input
+from ctl_core.model.averages import WeightAverage
 from ctl_core.model.components import Components
-from ctl_core.numerics.learning_rate import LearningRate
-from ctl_core.numerics.not_finite import NEVER, NonFinite
-from ctl_core.numerics.replicas import WeightAverage, describe_nature
-from ctl_core.numerics.variables import trainable_variables
-from ctl_core.run.console import Console, format_evaluation
+from ctl_core.numerics.learning_rate import LearningRate, Rate
+from ctl_core.numerics.not_finite import NonFinite
 from ctl_core.run.errors import RunError, quote
-from ctl_core.run.files import relative_path
 from ctl_core.run.listeners import FILE, read_metrics
 from ctl_core.run.settings import Config
+from ctl_core.types import UserObject
 
 
 @dataclasses.dataclass
 class Progress:
-    """What a record saves besides the variables and the position in the data.
+    """The progress of a run, which a record saves next to the position in the data.
 
     Attributes:
         examples: training examples used so far, over all processes
-        evaluated, metrics: the step of the last evaluation, or -1, and its values by name
-        ended: the step to which the run was to go when it was ended early, or None
-        noted: of which steps the loss was not finite
-        best: what ``keep_best`` and ``early_stop`` know, see ``Criterion.judge``
-        hook_state: what host hooks keep, their argument ``state``
+        evaluated: the step of the last evaluation, or -1
+        metrics: the values of the last evaluation by name
+        ended: the last step that was planned when the run was ended early, or None
+        noted: in which steps the loss was not finite
+        best: the best values so far, by criterion, see ``Criterion.judge``
+        hook_state: the dict that host hooks take as ``state``
     """
 
     examples: int = 0
@@ -52,21 +50,26 @@ class Progress:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
-        """Returns what a record has."""
+        """Returns the progress that a record has."""
         return cls(**{**fields, "noted": NonFinite(**fields["noted"])})
 
 
 def check_hook_state(values: dict[str, Any], where: str) -> None:
-    """Refuses a ``state`` that a hook has changed and that would not come back from a record.
+    """Refuses a ``state`` that a record would not restore as it is.
+
+    Args:
+        values: the ``state``, which a hook has just had
+        where: the hook, for a message
 
     Raises:
-        RunError: something in it is no number, text, list or dict by text, as JSON has them.
+        RunError: a value is not a number, a text, a list or a dict with texts as keys, as in JSON.
     """
     try:
-        same = repr(json.loads(json.dumps(values))) == repr(values)
+        restored = json.loads(json.dumps(values))
+        is_same = repr(restored) == repr(values)
     except (TypeError, ValueError, RecursionError):
-        same = False
-    if not same:
+        is_same = False
+    if not is_same:
         raise RunError(
             f"{where}: state holds {quote(values, 120)}, which no checkpoint brings back as it is; "
             "use numbers, texts, lists and dicts: float(x), array.tolist()."
@@ -74,22 +77,24 @@ def check_hook_state(values: dict[str, Any], where: str) -> None:
 
 
 class Clock:
-    """The seconds that training takes."""
+    """Measures the time that training takes."""
 
     def __init__(self) -> None:
-        self._start, self._paused = time.monotonic(), 0.0
+        """Starts the clock."""
+        self._start = time.monotonic()
+        self._paused = 0.0
 
     def measure_all(self) -> float:
-        """Returns the seconds since the clock was made."""
+        """Returns the seconds since the start."""
         return time.monotonic() - self._start
 
     def measure_training(self) -> float:
-        """Returns the same without evaluations and checkpoints."""
+        """Returns the seconds since the start, without evaluations and checkpoints."""
         return self.measure_all() - self._paused
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves out of ``training`` what happens within."""
+        """Leaves out of ``measure_training`` the time that is spent inside the context."""
         start = time.monotonic()
         yield
         self._paused += time.monotonic() - start
@@ -97,17 +102,24 @@ class Clock:
 
 @dataclasses.dataclass(repr=False)
 class State:
-    """The trained state: what ``ctl_core.train`` returns.
+    """The trained state, which ``ctl_core.train`` returns.
 
     Attributes:
-        learning_rate: what ``create_opt`` was given
+        config: the settings of the run
+        run_dir: the run folder
+        components: the components of a step
+        learning_rate: the rate that ``create_opt`` was passed
         average: the moving average of the weights, or None
         recording: the variables, layers and generators of the run
-        evaluation: what is evaluated, or None
-        ckpt, manager: what ``create_ckpt`` returned
+        data: the training data
+        evaluation: the evaluation datasets and their metrics, or None
+        cluster: the processes that train
+        ckpt: the checkpoint that ``create_ckpt`` returned
+        manager: its manager, which ``create_ckpt`` returned, too
         computed_in: the dtypes lower than float32 in which layers compute
+        progress: how far the run has come
         stopped_by: the number of the signal that ended training early, or None
-        clock: what measures the time of training
+        clock: measures the time of training
     """
 
     config: Config
@@ -127,13 +139,13 @@ class State:
     clock: Clock = dataclasses.field(default_factory=Clock)
 
     def __repr__(self) -> str:
-        """One line, as a notebook shows what a cell ends with."""
+        """Returns one line, which a notebook shows if a cell ends with the state."""
         values = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
         return f"State(run_dir={str(self.run_dir)!r}, step={self.step}, metrics=({values}))"
 
     @property
     def step(self) -> int:
-        """How many steps were taken."""
+        """The number of steps that were taken."""
         return int(self.components.step_variable.numpy())
 
     @property
@@ -143,32 +155,32 @@ class State:
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
-        """Whose replicas train."""
+        """The strategy whose replicas train."""
         return self.components.strategy
 
     @property
-    def train_model(self) -> Any:
-        """What ``create_model`` returned."""
+    def train_model(self) -> UserObject:
+        """The model that ``create_model`` returned."""
         return self.components.train_model
 
     @property
-    def train_loss(self) -> Any:
-        """What ``create_loss`` returned."""
+    def train_loss(self) -> UserObject:
+        """The loss that ``create_loss`` returned."""
         return self.components.train_loss
 
     @property
-    def optimizer(self) -> Any:
-        """What ``create_opt`` returned."""
+    def optimizer(self) -> UserObject:
+        """The optimizer, or the dict of optimizers, that ``create_opt`` returned."""
         return self.components.optimizer
 
     @property
-    def lr(self) -> Any:
-        """The learning rate that hooks are given."""
+    def lr(self) -> Rate:
+        """The learning rate that hooks are passed."""
         return self.components.lr
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Values of the last evaluation by name, or {}."""
+        """The values of the last evaluation by name, or {}."""
         return self.progress.metrics
 
     @property
@@ -178,95 +190,15 @@ class State:
 
     @property
     def hook_state(self) -> dict[str, Any]:
-        """What host hooks keep, their argument ``state``."""
+        """The dict that host hooks take as ``state``."""
         return self.progress.hook_state
 
     @property
     def ended(self) -> bool:
-        """Whether a hook has ended training (StopTraining), or ``early_stop``, now or earlier."""
+        """Whether a hook (by StopTraining) or ``early_stop`` has ended training, now or earlier."""
         return self.progress.ended is not None
 
     @property
     def diverged(self) -> bool:
         """Whether the loss of the last step was not finite, unless ``on_nan`` is ignore."""
         return self.step > 0 and self.progress.noted.latest == self.step
-
-
-def describe_start(state: State, start: int, last: int) -> str:
-    """Says where training begins, how far it goes, and on what."""
-    config = state.config
-    replicas = state.components.shape.replicas
-    run = relative_path(state.run_dir)
-    if state.ended or start >= last:
-        early, go_on = "ended early, " * state.ended, ", or --continue," * state.ended
-        done = f"{early}at step {start} of {last}, nothing left to train"
-        return f"{run}: {done}; more steps{go_on} let it go on."
-    doing = f"resuming at step {start}" if start else "training"
-    count = config.accumulate_steps
-    batch = f"batch size {config.batch_size}" + f" in {count} micro-batches" * (count > 1)
-    kinds = {d.split("device:")[-1].split(":")[0] for d in state.strategy.extended.worker_devices}
-    where = f"{replicas} replica{'s' * (replicas > 1)} on {', '.join(sorted(kinds))}"
-    where += f", in {' and '.join(state.computed_in)}" * bool(state.computed_in)
-    if "GPU" in kinds and not config.jit_compile:
-        where += "; --jit-compile trains small models several times as fast"
-    nature = ""
-    if replicas > 1:
-        nature = describe_nature(state.recording.layers, state.components.drawing_layers)
-    return f"{run}: {doing}, to step {last}, {batch}, {where}.{nature}"
-
-
-def count_parameters(state: State) -> str:
-    """Returns ``97 parameters to train``, of the model and of the loss; frozen ones are none."""
-    both = *trainable_variables(state.train_model), *trainable_variables(state.train_loss)
-    sizes = {id(variable): variable.shape.num_elements() for variable in both}
-    return f"{sum(sizes.values()):,} parameters to train"
-
-
-def describe_end(state: State, start: int) -> str:
-    """Says how training has ended, how long it took, and what the last evaluation found."""
-    clock = state.clock
-    if state.stopped_by is not None:
-        name = signal.Signals(state.stopped_by).name
-        again = f"--run-name {Path(state.run_dir).name}"
-        head = f"stopped by {name}, saved; goes on from here with {again}"
-    else:
-        head = "ended early" if state.ended else "done"
-    took = f"{state.step - start} steps in {clock.measure_all():.1f} s"
-    if (rest := clock.measure_all() - clock.measure_training()) > 0.1:
-        took += f", {rest:.1f} s of them evaluations and checkpoints"
-    parts = [f"step {state.step}", took]
-    if state.metrics:
-        parts.append(format_evaluation(state.metrics, state.progress.evaluated, state.step))
-    return f"{head}: {'; '.join(parts)}. Everything is in {relative_path(state.run_dir)}"
-
-
-def warn_of_nonfinite(state: State, console: Console) -> None:
-    """Says in which steps a number was not finite."""
-    noted = state.progress.noted
-    if noted.steps:
-        at_least = "at least " * (state.cluster.task.processes > 1)
-        console.warn(
-            f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, from "
-            f"{noted.first} to {noted.latest}{', the last one' * state.diverged}."
-        )
-    if noted.zeroed:
-        console.warn(
-            f"update_pre removed NaN from gradients in {noted.zeroed} of {state.step} steps."
-        )
-
-
-def record_nonfinite(state: State, found: NonFinite, console: Console) -> None:
-    """Notes what a graph call has found, and says so at the first loss that is not finite.
-
-    Raises:
-        RunError: ``on_nan`` is stop, and a loss is not finite.
-    """
-    progress = state.progress
-    before, progress.noted = progress.noted, progress.noted.merge_later(found)
-    if found.steps and state.config.on_nan == "stop":
-        raise RunError(f"the loss of step {found.first} is not finite (on_nan: stop).")
-    if found.steps and before.first == NEVER:
-        console.warn(
-            f"the loss of step {found.first} is not finite; --detect-anomaly finds the op, layer "
-            "and line that it comes from, and on_nan: stop would end training there."
-        )

@@ -1,1 +1,1 @@
-"""Learning rate, loss scale, sums, averages, what replicas have of their own, copies of values."""
+"""Numerics: sums, precision, random numbers, the learning rate, and the variables of models."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -15,8 +15,12 @@ from ctl_core.compat import read_rate
 from ctl_core.numerics.variables import create_scalar
 from ctl_core.run.console import warn
 from ctl_core.run.settings import Config
+from ctl_core.types import Count, Optimizer
 
-_ROUNDING = 1e-5  # of the full rate: a curve that differs by less is the same
+# What a rate is combined with or assigned.
+Operand: TypeAlias = "Rate | tf.Tensor | float"
+# Two curves that differ by less than this fraction of the full rate are the same.
+_ROUNDING = 1e-5
 
 
 class Rate(keras.optimizers.schedules.LearningRateSchedule):
@@ -29,7 +33,7 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
     __array_priority__ = 100  # NumPy's numbers leave arithmetic with a rate to the rate
     dtype = tf.float32
 
-    def __init__(self, compute: Callable[[], Any]) -> None:
+    def __init__(self, compute: Callable[[], tf.Tensor]) -> None:
         """Creates a rate that calls ``compute`` whenever its value is needed."""
         self._compute = compute
 
@@ -42,21 +46,21 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
         return {"value": float(self)}
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Rate:
         """The rate itself, so that both ``lr.value`` and ``lr.value()`` work."""
         return self
 
-    def numpy(self) -> Any:
+    def numpy(self) -> np.float32:
         """Returns the value as a NumPy scalar."""
         return self().numpy()
 
-    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+    def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self(), dtype=dtype, name=name)
 
     def __float__(self) -> float:
         return float(self.numpy())
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.numpy(), dtype=dtype)
 
     def __format__(self, spec: str) -> str:
@@ -66,7 +70,7 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
         return f"{type(self).__name__}({float(self):g})"
 
 
-def _define_operator(name: str, follows: bool) -> Callable[..., Any]:
+def _define_operator(name: str, follows: bool) -> Callable[..., Rate | tf.Tensor]:
     """Returns an operator of tensors for rates.
 
     Args:
@@ -74,7 +78,7 @@ def _define_operator(name: str, follows: bool) -> Callable[..., Any]:
         follows: whether the result is a rate if the other operand is a rate or a number
     """
 
-    def operate(self: Rate, *operands: Any) -> Rate | tf.Tensor:
+    def operate(self: Rate, *operands: Operand) -> Rate | tf.Tensor:
         def compute() -> tf.Tensor:
             values = [operand() if isinstance(operand, Rate) else operand for operand in operands]
             return getattr(tf.Tensor, name)(self(), *values)
@@ -116,7 +120,7 @@ class LearningRate(Rate, tf.Module):
         """Returns the current value, a float32 scalar."""
         return tf.convert_to_tensor(self.variable)
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: Operand) -> None:
         """Sets the value, and ends a schedule; the next step uses the new value."""
         if self.schedule is not None:
             warn("a hook assigns lr, which ends lr_schedule and warmup.")
@@ -124,7 +128,7 @@ class LearningRate(Rate, tf.Module):
         self.variable.assign(value)
 
 
-def make_rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any]) -> Rate:
+def make_rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Optimizer]) -> Rate:
     """Returns the ``lr`` that hooks are passed: the rate of the first optimizer's next update.
 
     That is ``lr`` itself, unless no optimizer uses it and the first one has its own schedule.
@@ -133,7 +137,7 @@ def make_rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Any]) -> Rate
     schedule = keras.optimizers.schedules.LearningRateSchedule
     if any(isinstance(rate, Rate) for rate in rates) or not isinstance(rates[0], schedule):
         return lr
-    first = next(iter(optimizers.values()))
+    first: Any = next(iter(optimizers.values()))  # of Keras, since it has such a schedule
     return Rate(lambda: first.learning_rate)
 
 
@@ -183,7 +187,7 @@ class RateSchedule:
             "--learning-rate."
         )
 
-    def _compute_fraction(self, step: Any) -> tf.Tensor:
+    def _compute_fraction(self, step: Count) -> tf.Tensor:
         """Returns the rate of a step as a fraction of the full rate, a float32 scalar."""
         config = self._config
         warmup = config.warmup

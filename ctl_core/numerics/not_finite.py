@@ -1,13 +1,13 @@
-"""What becomes NaN or infinite: losses and gradients, noted in the graph and told outside of it.
+"""Losses and gradients that are NaN or infinite: noted in the graph, summarized outside of it.
 
-With float16 such updates are skipped, and the loss is scaled, so that they are few.
+In float16, updates with such gradients are skipped, and the loss is scaled so that they are rare.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -15,14 +15,18 @@ import tensorflow as tf
 from ctl_core.numerics.variables import create_scalar
 from ctl_core.types import Gradient
 
+# The first step that was not finite, if there is none yet.
 NEVER = 2**62
-# Of the loss scale: where it starts, its bounds (one that is infinite could not be halved), and
-# after how many finite updates it doubles.
-INITIAL, LEAST, MOST, PATIENCE = 2.0**15, 1.0, 2.0**64, 2000
+# The loss scale: its first value, and its bounds. (An infinite scale could not be halved.)
+INITIAL_SCALE = 2.0**15
+MIN_SCALE = 1.0
+MAX_SCALE = 2.0**64
+# The scale doubles after so many finite updates in a row.
+PATIENCE = 2000
 
 
 class FiniteFlags(NamedTuple):
-    """What the graph notes of an update, or of a step: two bool scalars.
+    """Two bool scalars that the graph notes for an update, or for a step.
 
     Attributes:
         loss_is_finite: whether every loss is finite
@@ -40,7 +44,9 @@ def combine_flags(flags: Sequence[FiniteFlags]) -> tf.Tensor:
         A bool tensor of shape [2]: the fields of ``FiniteFlags``, each True if it is True in all.
     """
     stacked = [tf.stack(update_flags) for update_flags in flags]
-    return stacked[0] if len(stacked) == 1 else tf.reduce_all(stacked, axis=0)
+    if len(stacked) == 1:
+        return stacked[0]
+    return tf.reduce_all(stacked, axis=0)
 
 
 def are_losses_finite(losses: Mapping[str, tf.Tensor]) -> tf.Tensor:
@@ -54,21 +60,23 @@ def are_numbers(gradients: Iterable[Gradient | None]) -> tf.Tensor:
 
     None, which optimizers leave out, has no entries. Complex gradients are not searched.
     """
-    present = [gradient for gradient in gradients if gradient is not None]
-    tensors = [tf.convert_to_tensor(_read_values(gradient)) for gradient in present]
-    has_nan = [
-        tf.reduce_any(tf.math.is_nan(tensor)) for tensor in tensors if tensor.dtype.is_floating
-    ]
-    return ~tf.reduce_any(tf.stack(has_nan)) if has_nan else tf.constant(True)
-
-
-def _read_values(gradient: Gradient) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    has_nan = []
+    for gradient in gradients:
+        if gradient is None:
+            continue
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = gradient.values
+        tensor = tf.convert_to_tensor(gradient)
+        if tensor.dtype.is_floating:
+            has_nan.append(tf.reduce_any(tf.math.is_nan(tensor)))
+    if not has_nan:
+        return tf.constant(True)
+    return ~tf.reduce_any(tf.stack(has_nan))
 
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """What is known of some steps.
+    """A summary of the steps whose losses or gradients were not finite.
 
     Attributes:
         first: the first step whose loss was not finite on some replica, or ``NEVER``
@@ -111,27 +119,36 @@ class NonFinite:
 
 
 class LossScale:
-    """What objectives are multiplied by, so that float16 gradients do not become 0.
+    """The factor of objectives that keeps float16 gradients from becoming 0.
 
-    Its ``value`` doubles after 2000 finite updates in a row and is halved by one that is not
-    finite, which is skipped: Micikevicius et al. 2018, Mixed Precision Training.
+    It doubles after ``PATIENCE`` finite updates in a row. An update that is not finite is skipped,
+    and halves it. See Micikevicius et al. 2018, Mixed Precision Training.
+
+    Attributes:
+        value: the factor, a float32 scalar variable
     """
 
     def __init__(self) -> None:
-        self.value = create_scalar(INITIAL, tf.float32, "scale")
+        self.value = create_scalar(INITIAL_SCALE, tf.float32, "scale")
         self._finite = create_scalar(0, tf.int64, "finite")
 
-    def adjust(self, finite: tf.Tensor) -> None:
-        """Notes whether an update was finite; runs once an update, in a cross-replica context."""
-        count, scale = self._finite + 1, tf.convert_to_tensor(self.value)
-        grown = count >= PATIENCE
-        doubled = tf.where(grown, tf.minimum(scale * 2.0, MOST), scale)
-        self.value.assign(tf.where(finite, doubled, tf.maximum(scale / 2.0, LEAST)))
-        self._finite.assign(tf.where(finite & ~grown, count, 0))
+    def adjust(self, is_finite: tf.Tensor) -> None:
+        """Adjusts the factor after an update; runs in a cross-replica context.
+
+        Args:
+            is_finite: whether the gradients of the update were finite, a bool scalar
+        """
+        scale = tf.convert_to_tensor(self.value)
+        finite_updates = self._finite + 1
+        grows = finite_updates >= PATIENCE
+        grown = tf.where(grows, tf.minimum(scale * 2.0, MAX_SCALE), scale)
+        halved = tf.maximum(scale / 2.0, MIN_SCALE)
+        self.value.assign(tf.where(is_finite, grown, halved))
+        self._finite.assign(tf.where(is_finite & ~grows, finite_updates, 0))
 
     def describe_trouble(self) -> str | None:
-        """Says that nothing is learnt any more, if the scale cannot fall further."""
-        if self.value.numpy() > LEAST:
+        """Returns a warning that all updates are skipped, if the scale cannot fall further."""
+        if self.value.numpy() > MIN_SCALE:
             return None
         return (
             "updates are skipped: gradients were not finite in float16, however far the loss was "
@@ -139,8 +156,8 @@ class LossScale:
         )
 
 
-def are_finite(gradients: Any) -> tf.Tensor:
-    """Returns whether every entry of all gradients is finite, a scalar bool."""
+def are_finite(gradients: Iterable[Gradient]) -> tf.Tensor:
+    """Returns whether every entry of all gradients is finite, a bool scalar."""
     tensors = tf.nest.flatten(gradients, expand_composites=True)
     floating = [tensor for tensor in tensors if tensor.dtype.is_floating]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in floating])

@@ -5,21 +5,25 @@ Every replica would draw the same numbers (Keras pull request 20612).
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.task import Task
 from ctl_core.compat import draw_from, get_seed_generator, keep_op_seed
+from ctl_core.numerics.variables import unwrap
 
 # The difference between the seeds of neighboring replicas: a number by which seeds rarely differ.
 _STRIDE = 1_000_003
 
 
-def fold_in_replica_id(generators: list[Any], strategy: tf.distribute.Strategy, task: Task) -> None:
+def fold_in_replica_id(
+    generators: list[tf.Variable], strategy: tf.distribute.Strategy, task: Task
+) -> None:
     """Gives each replica seeds of its own, computed from those of the first replica.
 
     Called once, after the model was created and restored. Until then, all replicas have the seeds
@@ -36,6 +40,23 @@ def fold_in_replica_id(generators: list[Any], strategy: tf.distribute.Strategy, 
         first_replica = task.index * len(components)
         for replica, component in enumerate(components, start=first_replica):
             component.assign(first_state + tf.constant([replica * _STRIDE, 0], component.dtype))
+
+
+def find_drawing_layers(layers: list[keras.Layer], drawn: Collection[int]) -> list[str]:
+    """Returns the kinds of the layers that draw random numbers in training.
+
+    Args:
+        layers: the layers of a run
+        drawn: the ids of the variables of generators that the forward pass reads. A layer may have
+            a generator that it does not use, such as a GRUCell without dropout.
+    """
+    kinds = set()
+    for layer in layers:
+        for value in vars(layer).values():
+            is_generator = isinstance(value, keras.random.SeedGenerator)
+            if is_generator and id(unwrap(value.state)) in drawn:
+                kinds.add(type(layer).__name__)
+    return sorted(kinds)
 
 
 def find_random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> list[str]:

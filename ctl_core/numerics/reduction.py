@@ -45,11 +45,16 @@ class Contribution(NamedTuple):
 def sum_over_replicas(values: Structure, replicas: int, compiled: bool) -> Structure:
     """Sums a structure of tensors over the replicas, in one all-reduce; in a replica context.
 
-    A sparse sum has each index once: until then its norm is not the gradient's norm, and clipping
-    would depend on how often an index occurs. Where sizes are fixed, as in what is ``compiled``,
-    rows of 0 follow, of an index beyond the last, which is left out wherever it is used.
+    A sparse sum has each index once. Otherwise its norm would not be the norm of the gradient, and
+    clipping would depend on how often an index occurs.
+
+    Args:
+        values: the structure; it has no tensors if all variables of a turn are frozen
+        replicas: the number of replicas of all processes
+        compiled: whether sizes have to be fixed, as XLA needs them. A sparse sum then ends with
+            rows of 0 for an index beyond the last one, which every use leaves out.
     """
-    if replicas > 1 and tf.nest.flatten(values):  # none of a turn whose variables are frozen
+    if replicas > 1 and tf.nest.flatten(values):
         context = tf.distribute.get_replica_context()
         if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
             values = tf.nest.map_structure(_fix_shape, values)
@@ -58,28 +63,22 @@ def sum_over_replicas(values: Structure, replicas: int, compiled: bool) -> Struc
 
 
 def _fix_shape(value: Gradient) -> Gradient:
-    """Makes a sparse gradient of a varying number of rows dense: collectives keep a shape."""
-    varies = isinstance(value, tf.IndexedSlices) and value.values.shape[0] is None
-    return tf.convert_to_tensor(value) if varies else value
+    """Makes a sparse gradient with a varying number of rows dense, as collectives need it."""
+    if isinstance(value, tf.IndexedSlices) and value.values.shape[0] is None:
+        return tf.convert_to_tensor(value)
+    return value
 
 
 def _merge_rows(compiled: bool, gradient: Gradient) -> Gradient:
-    """Adds up the rows of a sparse gradient that belong to one index, in their order.
+    """Adds up the rows of a sparse gradient that belong to the same index, in their order.
 
     The order matters: replicas whose sums are rounded in different ways would drift apart.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    indices = gradient.indices
-    if compiled:  # XLA's own tf.unique takes several times as long as a step
-        places = tf.range(tf.size(indices))
-        shape = tf.get_static_value(gradient.dense_shape)
-        firsts = tf.fill(shape[:1], tf.size(indices))
-        rows = tf.gather(tf.tensor_scatter_nd_min(firsts, indices[:, None], places), indices)
-        unique = tf.where(rows == places, indices, tf.cast(shape[0], indices.dtype))
-        values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(indices))
-        return tf.IndexedSlices(values, unique, gradient.dense_shape)
-    unique, rows = tf.unique(indices)
+    if compiled:
+        return _merge_rows_in_place(gradient)
+    unique, rows = tf.unique(gradient.indices)
     if tf.config.list_logical_devices("GPU"):  # there, an unsorted sum takes rows in any order
         order = tf.argsort(rows, stable=True)
         ordered = tf.gather(rows, order)
@@ -87,6 +86,50 @@ def _merge_rows(compiled: bool, gradient: Gradient) -> Gradient:
     else:
         values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(unique))
     return tf.IndexedSlices(values, unique, gradient.dense_shape)
+
+
+def _merge_rows_in_place(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Adds up the rows of an index in its first row, and gives the other rows an unused index.
+
+    XLA's own ``tf.unique`` takes several times as long as a step.
+    """
+    indices = gradient.indices
+    places = tf.range(tf.size(indices))
+    shape = tf.get_static_value(gradient.dense_shape)
+    beyond_last = tf.fill(shape[:1], tf.size(indices))
+    first_places = tf.tensor_scatter_nd_min(beyond_last, indices[:, None], places)
+    rows = tf.gather(first_places, indices)
+    unique = tf.where(rows == places, indices, tf.cast(shape[0], indices.dtype))
+    values = tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(indices))
+    return tf.IndexedSlices(values, unique, gradient.dense_shape)
+
+
+def encode_for_sum(value: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor of any dtype but string as float32, float64 or int64, without loss.
+
+    These are the dtypes that every all-reduce can sum. NCCL has no bool, complex numbers or small
+    integers, and TensorFlow sums int32 on the host, and nothing else together with it. The real and
+    the imaginary part of a complex number are in a new last axis.
+    """
+    dtype = value.dtype
+    if dtype.is_complex:
+        return tf.stack([tf.math.real(value), tf.math.imag(value)], axis=-1)
+    if dtype == tf.uint64:  # its largest numbers do not exist in int64
+        return tf.bitcast(value, tf.int64)
+    if dtype.is_bool or dtype.is_integer:
+        return tf.cast(value, tf.int64)
+    if dtype == tf.float64:
+        return value
+    return tf.cast(value, tf.float32)
+
+
+def decode_sum(encoded: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns the tensor of a dtype that ``encode_for_sum`` encoded."""
+    if dtype.is_complex:
+        return tf.complex(encoded[..., 0], encoded[..., 1])
+    if dtype == tf.uint64:
+        return tf.bitcast(encoded, tf.uint64)
+    return tf.cast(encoded, dtype)
 
 
 def multiply(values: Structure, factor: tf.Tensor) -> Structure:
@@ -212,7 +255,9 @@ def _flatten(structure: Structure) -> list[tf.Tensor]:
 
 def _join_sparse(*values: Gradient) -> Gradient:
     """Concatenates the sparse gradients of micro-batches; anything else is a sum already."""
-    return join(*values) if isinstance(values[0], tf.IndexedSlices) else values[0]
+    if isinstance(values[0], tf.IndexedSlices):
+        return join(*values)
+    return values[0]
 
 
 def join_pieces(pieces: list[Structure]) -> Structure:
@@ -223,7 +268,7 @@ def join_pieces(pieces: list[Structure]) -> Structure:
 
 
 def join(*values: AnyTensor | Gradient) -> AnyTensor | Gradient:
-    """Puts tensors, dense or sparse, one behind the other; scalars become a vector."""
+    """Concatenates tensors, dense or sparse, along the first axis; scalars become a vector."""
     first = values[0]
     if isinstance(first, tf.IndexedSlices):
         return tf.IndexedSlices(
@@ -233,14 +278,20 @@ def join(*values: AnyTensor | Gradient) -> AnyTensor | Gradient:
         )
     if isinstance(first, tf.SparseTensor):
         return tf.sparse.concat(0, list(values), expand_nonconcat_dims=True)
-    return tf.stack(values) if first.shape.rank == 0 else tf.concat(values, 0)
+    if first.shape.rank == 0:
+        return tf.stack(values)
+    return tf.concat(values, 0)
 
 
 def join_for_host(*values: AnyTensor) -> AnyTensor:
     """Joins eager tensors; dense ones that differ in more than the first axis become ragged."""
-    if isinstance(values[0], tf.Tensor):
-        sizes = map(set, zip(*(tuple(value.shape) for value in values), strict=True))
-        if varying := [axis for axis, several in enumerate(sizes) if axis and len(several) > 1]:
-            ragged = tf.RaggedTensor.from_tensor
-            return join(*(ragged(value, ragged_rank=varying[-1]) for value in values))
-    return join(*values)
+    if not isinstance(values[0], tf.Tensor):
+        return join(*values)
+    sizes_by_axis = zip(*(tuple(value.shape) for value in values), strict=True)
+    varying_axes = [
+        axis for axis, sizes in enumerate(sizes_by_axis) if axis > 0 and len(set(sizes)) > 1
+    ]
+    if not varying_axes:
+        return join(*values)
+    ragged_rank = varying_axes[-1]
+    return join(*(tf.RaggedTensor.from_tensor(value, ragged_rank=ragged_rank) for value in values))

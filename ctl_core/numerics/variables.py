@@ -1,4 +1,4 @@
-"""Variables of models, whatever a model is made of: Keras layers, modules, functions.
+"""The variables of models, whether a model is a Keras layer, a module, a function or an object.
 
 They are float32 in every precision, as are losses, gradients and updates.
 """
@@ -11,25 +11,34 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl_core.types import Structure, UserObject, Variable
+
 
 def unwrap(variable: Any) -> Any:
     """Returns the tf.Variable of a Keras variable; anything else as it is."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
+    if isinstance(variable, keras.Variable):
+        return variable.value
+    return variable
 
 
-def name_variable(variable: Any) -> str:
+def name_variable(variable: Variable) -> str:
     """Returns ``dense/kernel`` for a Keras variable, the plain name for a tf.Variable."""
     return getattr(variable, "path", None) or variable.name.split(":")[0]
 
 
-def create_scalar(value: Any, dtype: tf.DType, name: str) -> tf.Variable:
+def create_scalar(value: float, dtype: tf.DType, name: str) -> tf.Variable:
     """Creates a variable that is not trained, and is the same on all replicas."""
-    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
-    return tf.Variable(value, dtype=dtype, trainable=False, name=name, aggregation=first)
+    return tf.Variable(
+        value,
+        dtype=dtype,
+        trainable=False,
+        name=name,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+    )
 
 
-def is_summed(variable: Any) -> bool:
-    """Returns whether each replica keeps a variable for itself, as metrics do."""
+def is_summed(variable: Variable) -> bool:
+    """Returns whether each replica has its own value of a variable, as of those of metrics."""
     return (
         isinstance(variable, tf.distribute.DistributedValues)
         and getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ
@@ -37,38 +46,39 @@ def is_summed(variable: Any) -> bool:
 
 
 @tf.autograph.experimental.do_not_convert  # which would take a third of a second
-def trainable_variables(model: Any) -> list[Any]:
-    """Returns the variables of a model that are trained: those of frozen layers are left out.
+def trainable_variables(model: UserObject) -> list[Variable]:
+    """Returns the variables of a model that are trained; those of frozen layers are left out.
 
-    Of an object or a function, these are those of the Keras layers that it holds, and tf.Variables.
+    If the model is an object or a function, these are the variables of the Keras layers that it
+    holds, and the tf.Variables that it holds.
     """
-    found: dict[int, Any] = {}
+    variables: dict[int, Variable] = {}
     for item in walk(model):
         if isinstance(item, keras.Layer):
-            found |= {id(unwrap(v)): v for v in item.trainable_variables}
+            variables |= {id(unwrap(variable)): variable for variable in item.trainable_variables}
         elif item.trainable and item.dtype.is_floating:
-            found.setdefault(id(item), item)
-    return list(found.values())
+            variables.setdefault(id(item), item)
+    return list(variables.values())
 
 
-def make_trackable(value: Any) -> Any:
+def make_trackable(value: UserObject) -> UserObject:
     """Returns a value that a ``tf.train.Checkpoint`` can hold.
 
-    That is the value itself if possible. In place of a function or a plain object, it is a module
-    with the layers and variables in it.
+    That is the value itself if possible. For a function or a plain object, it is a module with the
+    layers and variables in it.
     """
     try:
         tf.train.Checkpoint(value=value)
     except ValueError:
         holder = tf.Module()
-        holder.parts = list(walk(value))
+        holder.parts = list(walk(value))  # saved checkpoints have this name
         return holder
     return value
 
 
 @tf.autograph.experimental.do_not_convert
-def regularization(model: Any) -> Any:
-    """Returns the sum of a model's regularisation and ``add_loss`` terms, a scalar."""
+def regularization(model: UserObject) -> tf.Tensor | int:
+    """Returns the sum of a model's regularization and ``add_loss`` terms: a scalar, or 0."""
     layers = [item for item in walk(model) if isinstance(item, keras.Layer)]
     losses = [loss for layer in layers for loss in layer.losses]
     if not isinstance(model, keras.Layer):
@@ -76,19 +86,23 @@ def regularization(model: Any) -> Any:
     return sum(map(cast_to_float32, losses))
 
 
-def cast_to_float32(structure: Any) -> Any:
+def cast_to_float32(structure: Structure) -> Structure:
     """Casts the float16 and bfloat16 tensors of a structure, ragged ones too, to float32."""
-
-    def cast(part: Any) -> Any:
-        is_lower = tf.is_tensor(part) and part.dtype in (tf.float16, tf.bfloat16)
-        return tf.cast(part, tf.float32) if is_lower else part
-
-    return tf.nest.map_structure(cast, structure)
+    return tf.nest.map_structure(_cast_entry_to_float32, structure)
 
 
-def walk(model: Any) -> Iterator[Any]:
-    """Yields the outermost Keras layers and the tf.Variables in a model, or what it encloses."""
-    seen: dict[int, Any] = {}
+def _cast_entry_to_float32(entry: UserObject) -> UserObject:
+    if tf.is_tensor(entry) and entry.dtype in (tf.float16, tf.bfloat16):
+        return tf.cast(entry, tf.float32)
+    return entry
+
+
+def walk(model: UserObject) -> Iterator[keras.Layer | tf.Variable]:
+    """Yields the outermost Keras layers and the tf.Variables in a model.
+
+    Looks into containers, the closures of functions, the objects of methods, and attributes.
+    """
+    seen: dict[int, UserObject] = {}  # keeps the objects, so that no other object gets the same id
     waiting = collections.deque([model])
     while waiting:
         item = waiting.popleft()
@@ -106,10 +120,10 @@ def walk(model: Any) -> Iterator[Any]:
         elif isinstance(item, types.MethodType):
             waiting.extend([item.__self__, item.__func__])
         elif isinstance(item, tf.Module) or not _is_of_library(item):
-            waiting.extend(vars(item).values() if hasattr(item, "__dict__") else ())
+            waiting.extend(getattr(item, "__dict__", {}).values())
 
 
-def _is_of_library(item: Any) -> bool:
+def _is_of_library(item: UserObject) -> bool:
     if isinstance(item, type | types.ModuleType):
         return True
     return type(item).__module__.split(".")[0] in {"builtins", "keras", "numpy", "tensorflow"}

@@ -1,1 +1,1 @@
-"""The folder of a run, what is written there, and who listens to what a run says."""
+"""Settings, console, listeners, error messages and files; nothing here imports TensorFlow."""

@@ -16,8 +16,10 @@ LAYERS = """
     model
     step graph schedule
     evaluation checkpoint
+    session
     build trainer
-    serving commands __main__
+    read_only serving
+    commands __main__
 """
 
 
@@ -80,7 +82,7 @@ def test_the_tests_that_documents_name_are_there() -> None:
 
 
 def test_the_supervisor_and_the_command_line_need_no_tensorflow() -> None:
-    """Neither they nor what they import."""
+    """Neither they nor what they import; and nothing in run/ does."""
     heavy = {
         name
         for name, path in modules().items()
@@ -88,6 +90,7 @@ def test_the_supervisor_and_the_command_line_need_no_tensorflow() -> None:
     }
     for name in ("cluster.supervisor", "commands.cli", "__main__"):
         assert not reach(name) & heavy
+    assert not {name for name in heavy if name.startswith("run.")}
 
 
 def test_what_imports_no_tensorflow_is_typed_strictly() -> None:

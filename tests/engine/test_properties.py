@@ -15,8 +15,8 @@ from ctl_core.data import fold_of, index_shuffle, split_of
 from ctl_core.hooks.defaults import explain_different_rows
 from ctl_core.input.batches import BatchShape, find_start, take_share
 from ctl_core.run.errors import SetupError
+from ctl_core.run.layers import load_config, merge_hparams, write_config
 from ctl_core.run.settings import Config
-from ctl_core.run.sources import load_config, merge_hparams, write_config
 from ctl_core.schedule import Schedule, StepsPerCall
 
 # Tests compare no times: the machine may be busy.

@@ -19,8 +19,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 import ctl_core
 from ctl_core.evaluation import summaries
-from ctl_core.model.state import describe_start
 from ctl_core.run.console import Console
+from ctl_core.session.messages import describe_start
 from ctl_core.trainer import CHECK_ADVICE
 from tests.golden import small
 from tests.helpers import lean

@@ -15,8 +15,8 @@ import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.commands.cli import COMMANDS, Command, parse_command
 from ctl_core.run.errors import SetupError
+from ctl_core.run.layers import load_config, write_config
 from ctl_core.run.settings import SETTINGS, Config
-from ctl_core.run.sources import load_config, write_config
 
 # For each setting a value that is not the default, as written, and in Python where that differs.
 VALUES: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.hooks.callbacks_file import Source, load_callbacks
+from ctl_core.hooks.callbacks_file import HooksFile, load_callbacks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.hooks.reference import read_default_source
 from ctl_core.hooks.table import SPECS
@@ -159,7 +159,7 @@ def run(folder: Path, capsys: Any, devices: int, hooks: dict[str, str]) -> Outco
     file = folder / "callbacks.py"
     definitions = {**METRICS, **hooks}
     file.write_text("\n\n".join([PROGRAM, *filter(None, definitions.values())]) + "\n")
-    callbacks = load_callbacks(Source(file, file))
+    callbacks = load_callbacks(HooksFile(file, file))
     settings: dict[str, Any] = {"steps": 8, "eval_every": 4, "log_every": 4}
     if devices > 1:
         settings["virtual_devices"] = devices
@@ -235,7 +235,7 @@ def test_defaults_trace_to_the_same_ops(name: str, tmp_path: Path) -> None:
     ops: list[list[str]] = []
     for source in ("", WRITTEN[name], REFACTORED[name]):
         file.write_text(f"{PROGRAM}\n\n{source}\n")
-        hooks, _ = load_hooks(load_callbacks(Source(file, file)), ctl_core.Config())
+        hooks, _ = load_hooks(load_callbacks(HooksFile(file, file)), ctl_core.Config())
         hook = getattr(hooks, name)
         assert hook.is_default == (not source)
         model = small.create_model()

@@ -1,6 +1,6 @@
 """Reads settings from files, ``CTL_*`` environment variables and keyword arguments.
 
-Sources are layers, of which later ones take precedence: defaults, config.yaml, variables, flags.
+Settings have layers, of which later ones take precedence: defaults, config.yaml, variables, flags.
 commands/cli.py reads the flags.
 """
 
@@ -27,7 +27,7 @@ ENV_PREFIX = "CTL_"
 
 
 class Layer(NamedTuple):
-    """The settings of one source.
+    """The settings of one layer: of a file, of the environment, or of the flags.
 
     Attributes:
         values: the settings by name
@@ -38,7 +38,7 @@ class Layer(NamedTuple):
     place: str = ""
 
     def locate(self, name: str) -> str:
-        """Returns the name of a setting as it is written in this source, for a message."""
+        """Returns the name of a setting as it is written in this layer, for a message."""
         if self.place == ENV_PREFIX:
             name = name.upper()
         return self.place + name
@@ -148,7 +148,7 @@ def resolve(files: Sequence[Layer], above: Sequence[Layer] = ()) -> Config:
         above: the layers of variables and flags; their texts become numbers where files have these
 
     Raises:
-        SetupError: a value is wrong, or a hyperparameter unknown. The message says which source it
+        SetupError: a value is wrong, or a hyperparameter unknown. The message says which layer it
             comes from.
     """
     merged: dict[str, Any] = {}

@@ -1,0 +1,133 @@
+"""Messages of a training: how it begins and ends, and which steps were not finite."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import keras
+
+from ctl_core.model.averages import has_own_statistics
+from ctl_core.model.state import State
+from ctl_core.numerics.variables import trainable_variables
+from ctl_core.run.console import format_evaluation
+from ctl_core.run.files import relative_path
+
+
+def describe_start(state: State, start: int, last: int) -> str:
+    """Returns where training begins, how far it goes, and on which devices.
+
+    Args:
+        state: of the run
+        start: the step from which this process trains
+        last: the last step of the run
+    """
+    run = relative_path(state.run_dir)
+    if state.ended:
+        return (
+            f"{run}: ended early, at step {start} of {last}, nothing left to train; more steps, or "
+            "--continue, let it go on."
+        )
+    if start >= last:
+        return f"{run}: at step {start} of {last}, nothing left to train; more steps let it go on."
+    beginning = f"resuming at step {start}" if start else "training"
+    nature = ""
+    if state.components.shape.replicas > 1:
+        nature = describe_nature(state.recording.layers, state.components.drawing_layers)
+    return (
+        f"{run}: {beginning}, to step {last}, {_describe_batch(state)}, {_describe_devices(state)}."
+        f"{nature}"
+    )
+
+
+def _describe_batch(state: State) -> str:
+    """Returns ``batch size 64``, or ``batch size 64 in 4 micro-batches``."""
+    text = f"batch size {state.config.batch_size}"
+    micro_batches = state.config.accumulate_steps
+    if micro_batches > 1:
+        text += f" in {micro_batches} micro-batches"
+    return text
+
+
+def _describe_devices(state: State) -> str:
+    """Returns ``2 replicas on GPU, in bfloat16``."""
+    replicas = state.components.shape.replicas
+    devices = state.strategy.extended.worker_devices
+    kinds = sorted({device.split("device:")[-1].split(":")[0] for device in devices})
+    text = f"{replicas} {'replica' if replicas == 1 else 'replicas'} on {', '.join(kinds)}"
+    if state.computed_in:
+        text += f", in {' and '.join(state.computed_in)}"
+    if "GPU" in kinds and not state.config.jit_compile:
+        text += "; --jit-compile trains small models several times as fast"
+    return text
+
+
+def describe_nature(layers: Sequence[keras.Layer], drawing_layers: Sequence[str]) -> str:
+    """Returns why weights depend on the number of replicas; "" if no layer is known to cause it.
+
+    Args:
+        layers: the layers of a run
+        drawing_layers: the kinds of layers that draw random numbers
+    """
+    reasons = []
+    if drawing_layers:
+        reasons.append(f"random numbers ({', '.join(drawing_layers)})")
+    if any(map(has_own_statistics, layers)):
+        reasons.append("batch statistics (BatchNormalization that is not synchronized)")
+    if not reasons:
+        return ""
+    causes = " and ".join(reasons)
+    return f" Weights depend on the number of replicas: each has {causes} of its own."
+
+
+def count_parameters(state: State) -> str:
+    """Returns ``97 parameters to train``: those of the model and the loss that are not frozen."""
+    variables = [*trainable_variables(state.train_model), *trainable_variables(state.train_loss)]
+    sizes = {id(variable): variable.shape.num_elements() for variable in variables}
+    return f"{sum(sizes.values()):,} parameters to train"
+
+
+def describe_end(state: State, start: int) -> str:
+    """Returns how training ended, how long it took, and the values of the last evaluation.
+
+    Args:
+        state: of the run
+        start: the step from which this process trained
+    """
+    if state.stopped_by is not None:
+        name = signal.Signals(state.stopped_by).name
+        run_name = Path(state.run_dir).name
+        ending = f"stopped by {name}, saved; goes on from here with --run-name {run_name}"
+    elif state.ended:
+        ending = "ended early"
+    else:
+        ending = "done"
+    all_seconds = state.clock.measure_all()
+    duration = f"{state.step - start} steps in {all_seconds:.1f} s"
+    other_seconds = all_seconds - state.clock.measure_training()
+    if other_seconds > 0.1:
+        duration += f", {other_seconds:.1f} s of them evaluations and checkpoints"
+    facts = [f"step {state.step}", duration]
+    if state.metrics:
+        facts.append(format_evaluation(state.metrics, state.progress.evaluated, state.step))
+    return f"{ending}: {'; '.join(facts)}. Everything is in {relative_path(state.run_dir)}"
+
+
+def describe_nonfinite(state: State) -> list[str]:
+    """Returns warnings of steps in which the loss was not finite or a gradient had NaN."""
+    noted = state.progress.noted
+    warnings = []
+    if noted.steps:
+        # The other processes of a cluster may have seen other steps.
+        at_least = "at least " if state.cluster.task.processes > 1 else ""
+        last_one = ", the last one" if state.diverged else ""
+        warnings.append(
+            f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, from "
+            f"{noted.first} to {noted.latest}{last_one}."
+        )
+    if noted.zeroed:
+        warnings.append(
+            f"update_pre removed NaN from gradients in {noted.zeroed} of {state.step} steps."
+        )
+    return warnings

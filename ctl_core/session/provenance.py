@@ -1,0 +1,67 @@
+"""What a run was made with: versions, packages, devices, and the commit of the project."""
+
+import contextlib
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl_core import __version__
+
+
+def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
+    """Returns the content of env.json; without a Git repository, ``commit`` and ``dirty`` are None.
+
+    Args:
+        devices: the devices of this process's replicas
+    """
+    changes = _run_git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "host": platform.node(),
+        "system": platform.platform(),
+        "devices": list(devices),
+        "versions": {
+            "python": platform.python_version(),
+            "ctl_core": __version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "numpy": np.__version__,
+        },
+        "commit": _run_git("rev-parse", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+    }
+
+
+def list_packages() -> str:
+    """Returns the installed packages, one a line, in the format of ``pip install -r``.
+
+    Packages that were installed from a folder or an address are left out, since their version does
+    not identify them.
+    """
+    requirements = set()
+    for folder in sys.path:
+        if not folder.endswith("-packages"):
+            continue
+        for metadata in Path(folder).glob("*.dist-info"):
+            if not (metadata / "direct_url.json").exists():
+                requirements.add(metadata.stem.replace("-", "=="))
+    return "\n".join([f"# Python {platform.python_version()}", *sorted(requirements), ""])
+
+
+def _run_git(*arguments: str) -> str | None:
+    """Returns the output of a Git command; None if it fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.check_output(
+            ["git", *arguments], text=True, timeout=3, stderr=subprocess.DEVNULL
+        )
+        return output.strip()
+    return None
