@@ -570,6 +570,11 @@ def read_cache_file(dataset: tf.data.Dataset) -> str | None:
     return tf.get_static_value(tf.convert_to_tensor(dataset._filename)).decode()  # type: ignore[no-any-return]
 
 
+def is_shuffle(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage of a pipeline shuffles elements."""
+    return "Shuffle" in type(stage).__name__
+
+
 def is_tuned(dataset: tf.data.Dataset) -> bool:
     """Returns whether a pipeline leaves to tf.data's tuner how many calls a stage makes at once."""
     numbers = [getattr(stage, "_num_parallel_calls", None) for stage in list_stages(dataset)]
