@@ -38,8 +38,17 @@ def imported(path: Path, everywhere: bool = False) -> set[str]:
                 assert node.module
                 name = node.module.removeprefix("ctl_core").removeprefix(".")
                 several = {f"{name}.{alias.name}".lstrip(".") for alias in node.names}
-                found |= several & modules().keys() or {name} & modules().keys()
+                found |= (
+                    several & modules().keys()
+                    or {name} & modules().keys()
+                    or list_modules_of_packages({name, *several} - {""})
+                )
     return found
+
+
+def list_modules_of_packages(packages: set[str]) -> set[str]:
+    """The modules of packages: whoever imports a name from a package imports all of them."""
+    return {module for module in modules() if module.rpartition(".")[0] in packages}
 
 
 def reach(name: str) -> set[str]:
