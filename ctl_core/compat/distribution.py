@@ -42,11 +42,11 @@ def convert_variables() -> Iterator[None]:
         yield
 
 
-def _convert_to_float(of_tensorflow: Any, variable: tf.Variable) -> float:
+def _convert_to_float(of_tensorflow: Callable[..., float] | None, variable: tf.Variable) -> float:
     return float(variable.numpy())
 
 
-def _convert_to_int(of_tensorflow: Any, variable: tf.Variable) -> int:
+def _convert_to_int(of_tensorflow: Callable[..., int] | None, variable: tf.Variable) -> int:
     return int(variable.numpy())
 
 
@@ -115,7 +115,11 @@ def list_cpu_devices(count: int) -> Scope:
     if count == 1:
         return contextlib.nullcontext()
 
-    def initialize_devices(_: Any, resolver: Any, worker: str) -> tuple[tuple[str, ...], str]:
+    def initialize_devices(
+        _: tf.distribute.StrategyExtended,
+        resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        worker: str,
+    ) -> tuple[tuple[str, ...], str]:
         return tuple(f"{worker}/device:CPU:{index}" for index in range(count)), "CPU"
 
     extended = collective_all_reduce_strategy.CollectiveAllReduceExtended

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -20,13 +21,15 @@ class _Patch:
     users: int = 0
 
 
+Owner: TypeAlias = type | types.ModuleType
+
 _MISSING = object()
 _lock = threading.RLock()
-_patches: dict[tuple[Any, str], _Patch] = {}
+_patches: dict[tuple[Owner, str], _Patch] = {}
 
 
 @contextlib.contextmanager
-def replace_attribute(owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
+def replace_attribute(owner: Owner, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
     """Replaces an attribute of a class or module while any thread is in such a context.
 
     Args:
@@ -55,7 +58,7 @@ def replace_attribute(owner: Any, name: str, replace: Callable[[Any], Any]) -> I
                     setattr(owner, name, original)
 
 
-def wrap_function(owner: Any, name: str, wrapper: Callable[..., Any]) -> Scope:
+def wrap_function(owner: Owner, name: str, wrapper: Callable[..., Any]) -> Scope:
     """Replaces a function, or a method, while any thread is in such a context.
 
     Args:
@@ -66,7 +69,9 @@ def wrap_function(owner: Any, name: str, wrapper: Callable[..., Any]) -> Scope:
     return replace_attribute(owner, name, functools.partial(_bind_original, wrapper))
 
 
-def _bind_original(wrapper: Callable[..., Any], original: Any) -> Callable[..., Any]:
+def _bind_original(
+    wrapper: Callable[..., Any], original: Callable[..., Any] | None
+) -> Callable[..., Any]:
     """Returns a function rather than a ``partial``, which would not become a method."""
 
     def call_wrapper(*args: Any, **options: Any) -> Any:
