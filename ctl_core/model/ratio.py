@@ -45,12 +45,12 @@ class Comparison(NamedTuple):
     """The result for a batch, and the sum of the results for its parts; both are squared.
 
     Attributes:
-        whole: the result for the batch
-        parts: the sum of the results for its halves, or for its rows
+        together: the result for the batch
+        apart: the sum of the results for its halves, or for its rows
     """
 
-    whole: float | tf.Tensor
-    parts: float | tf.Tensor
+    together: float | tf.Tensor
+    apart: float | tf.Tensor
 
 
 class Comparisons(NamedTuple):
@@ -169,8 +169,10 @@ def _try_batches(state: State) -> Ratios:
 
 def _divide(comparisons: list[Comparison]) -> float:
     """Returns the ratio of the result for a batch to that of its parts, over all draws."""
-    whole, parts = np.sum(comparisons, axis=0)
-    return float(np.sqrt(whole / parts)) if parts else np.nan
+    together, apart = np.sum(comparisons, axis=0)
+    if apart == 0:
+        return np.nan
+    return float(np.sqrt(together / apart))
 
 
 def compare_with_parts(context: StepContext, batch: Batch, half: int) -> Comparisons:
@@ -185,11 +187,11 @@ def compare_with_parts(context: StepContext, batch: Batch, half: int) -> Compari
     weight = None
     for turn in context.list_turns():
         if context.components.scalar_losses:
-            whole = _measure_gradients(turn, [_take(batch, 0, 2 * half)])
             halves = [_take(batch, 0, half), _take(batch, half, half)]
-            parts = _measure_gradients(turn, halves)
-            for objective, norm in whole.items():
-                comparison = Comparison(norm, parts[objective])
+            together = _measure_gradients(turn, [_take(batch, 0, 2 * half)])
+            apart = _measure_gradients(turn, halves)
+            for objective in together:
+                comparison = Comparison(together[objective], apart[objective])
                 losses[objective] = _add(losses.get(objective), comparison)
         if context.hooks.batch_weight is not None:
             rows = min(2 * half, _MAX_WEIGHED_ROWS)
@@ -201,7 +203,7 @@ def _add(total: Comparison | None, comparison: Comparison) -> Comparison:
     """Adds the comparison of a turn to those of the turns before, if there are any."""
     if total is None:
         return comparison
-    return Comparison(total.whole + comparison.whole, total.parts + comparison.parts)
+    return Comparison(total.together + comparison.together, total.apart + comparison.apart)
 
 
 def _take(batch: Batch, first: int, rows: int) -> Batch:
