@@ -9,6 +9,7 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.python.trackable.base import Trackable
 
 from ctl_core.compat.patches import Scope, set_attributes
+from ctl_core.types import GraphFunction
 
 
 class SavedObject(NamedTuple):
@@ -63,14 +64,15 @@ class GraphCheckpoint(tf.train.Checkpoint):
 
     Attributes:
         children: the objects by name, in place of attributes
+        in_graph: whether to trace at all; a graph would fix the state of objects that Python
+            serializes
+        device: the device of the variables; TensorFlow writes a file for each device
     """
 
     children: dict[str, Trackable]
-    _traced: Any = None
-    # Whether to trace at all. A graph would fix the state of objects that Python serializes.
-    _in_graph = True
-    # The device of the variables. TensorFlow writes a file for each device.
-    _on: str | None = None
+    in_graph = True
+    device: str | None = None
+    _traced: GraphFunction | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,13 +86,13 @@ class GraphCheckpoint(tf.train.Checkpoint):
         self, file_prefix: str | tf.Tensor, options: tf.train.CheckpointOptions | None = None
     ) -> str | tf.Tensor:
         """Writes the files; ``save`` of a manager and ``write`` end up here."""
-        if not (self._in_graph and tf.executing_eagerly()):
+        if not (self.in_graph and tf.executing_eagerly()):
             return super()._write(file_prefix, options)
         if self._traced is None:
 
             @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.string)])
             def write_in_graph(path: tf.Tensor) -> None:
-                with tf.device(self._on):
+                with tf.device(self.device):
                     self.write(path)
 
             self._traced = write_in_graph

@@ -273,6 +273,7 @@ def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
         read = tf.train.load_checkpoint(str(tmp_path / "a"))
         key = "x/_self_name_based_restores/.ATTRIBUTES/VARIABLE_VALUE"
         assert read.get_tensor(key) == value
+    assert checkpoint._traced is not None
     assert checkpoint._traced.experimental_get_tracing_count() == 1
 
 
