@@ -19,7 +19,7 @@ from ctl_core.checkpoint.checkpoints import Checkpoints, check_written
 from ctl_core.checkpoint.record import Record, find_best_step
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.sync import LoopStatus
-from ctl_core.evaluation.evaluate import read_criteria
+from ctl_core.evaluation.criteria import read_criteria
 from ctl_core.evaluation.summaries import Pace, Profile
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook

@@ -42,6 +42,9 @@ Gradients: TypeAlias = list[Gradient]
 GradientsByObjective: TypeAlias = dict[str, Gradients]
 VariablesByObjective: TypeAlias = dict[str, list[Variable]]
 
+# A function that ``tf.function`` returned.
+GraphFunction: TypeAlias = tf.types.experimental.PolymorphicFunction
+
 # A value of a user, of which nothing is required.
 UserObject: TypeAlias = Any
 

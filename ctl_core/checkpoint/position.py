@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,9 @@ import tensorflow as tf
 
 from ctl_core.checkpoint.record import Record
 from ctl_core.compat import (
-    find_functions,
+    count_saved_draws,
+    draws_random_numbers,
+    find_graphs,
     find_inputs,
     list_stages,
     read_cache_file,
@@ -27,19 +28,8 @@ from ctl_core.run.errors import format_error
 
 # Raised when a file is read that was cut short, altered or removed.
 UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
-# Stages that draw other random numbers in each pass.
-_DRAWING_STAGES = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
 # Ops that have, or draw from, a state outside of the pipeline.
 _STATEFUL_OPS = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
-# Matches, in the file of a saved position, the state of a stage that draws random numbers, and the
-# state of a full cache. The state of a stage is a serialized variant. Its metadata are their length
-# in one or two bytes, then the names of the stage and of its keys. The pattern cannot match what a
-# buffer holds, such as the user's own texts, because of the header and the forbidden characters.
-_SAVED_DRAWS = re.compile(
-    rb"tensorflow::Iterator\x12..?Iterator::[^@\x00-\x1f]*"
-    rb"(:Shuffle@@|:ShuffleAndRepeat@@|:Random@@|@@[\w@]*cache_completed)",
-    re.DOTALL,
-)
 
 
 class InputPosition:
@@ -191,8 +181,8 @@ def find_outside_state(dataset: tf.data.Dataset) -> str | None:
             _, *mixed = find_inputs(stage)  # the first one chooses among the others
             if any(part.cardinality() != tf.data.INFINITE_CARDINALITY for part in mixed):
                 return "it mixes datasets that end; repeat each, or give stop_on_empty_dataset=True"
-        for function in find_functions(stage):
-            stateful_ops = find_random_ops(function.function.graph, _STATEFUL_OPS)
+        for graph in find_graphs(stage):
+            stateful_ops = find_random_ops(graph, _STATEFUL_OPS)
             if stateful_ops:
                 return f"it runs {', '.join(stateful_ops)}, which has a state of its own"
     return None
@@ -209,7 +199,7 @@ def has_draws(prefix: Path, dataset: tf.data.Dataset) -> bool:
     if expected == 0:
         return True
     content = Path(f"{prefix}.data-00000-of-00001").read_bytes()
-    return len(_SAVED_DRAWS.findall(content)) >= expected
+    return count_saved_draws(content) >= expected
 
 
 def _count_drawing_stages(dataset: tf.data.Dataset) -> int:
@@ -218,6 +208,6 @@ def _count_drawing_stages(dataset: tf.data.Dataset) -> int:
     cache_file = read_cache_file(dataset)
     if cache_file is not None:
         return min(draws, 1) if cache_file == "" else 0
-    if type(dataset).__name__ in _DRAWING_STAGES:
+    if draws_random_numbers(dataset):
         return draws + 1
     return draws

@@ -52,14 +52,14 @@ class StagingCopy:
                 if id(child) not in copies:
                     copies[id(child)] = _copy_part(child)
                 copy.children[name] = copies[id(child)]
-        self.is_whole = self.checkpoint._in_graph = all(
+        self.is_whole = self.checkpoint.in_graph = all(
             copies.get(id(part)) is not part for part in parts
         )
         variables = [part for part in parts if isinstance(copies.get(id(part)), tf.Variable)]
         self.sources = [unwrap(part) for part in variables]
         self.targets = [copies[id(part)] for part in variables]
         if self.targets:
-            self.checkpoint._on = self.targets[0].device
+            self.checkpoint.device = self.targets[0].device
 
 
 def _copy_part(part: Any) -> Any:

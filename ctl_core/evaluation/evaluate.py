@@ -1,15 +1,16 @@
-"""Evaluation: each example exactly once, by the shares that training takes of its batches.
+"""Evaluates a model: each example counts exactly once, and training does not notice.
 
-Of the last batch some replicas may have no rows: they compute on a stand-in, which counts nowhere.
-What an evaluation writes is put back: training does not notice it. What its values decide, the best
-checkpoint and an early end, is part of the run's progress: a resumed run decides as a whole one.
+Replicas take the same shares of a batch as in training. A replica that has no rows of the last
+batch computes on a placeholder, which counts nowhere. Variables that an evaluation writes get
+their values back afterwards. The values of an evaluation are compared in criteria.py.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -23,7 +24,14 @@ from ctl_core.cluster.collectives import (
 )
 from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.cluster.sync import LoopStatus
-from ctl_core.compat import add_called_ops, get_seed_generator, list_stages, run_layers, run_replica
+from ctl_core.compat import (
+    add_called_ops,
+    get_seed_generator,
+    is_shuffle,
+    list_stages,
+    run_layers,
+    run_replica,
+)
 from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import Recording, read_flags
 from ctl_core.input.batches import (
@@ -44,342 +52,426 @@ from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batc
 from ctl_core.model.metrics import read_results, update_if, update_metrics
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.variables import unwrap
-from ctl_core.run.errors import SetupError, suggest
 from ctl_core.run.settings import Config
 from ctl_core.schedule import StepsPerCall
+from ctl_core.types import Batch, BatchSpec, GraphFunction
+
+# The name of the evaluation data if ``create_eval_dataset`` returns no dict.
+SINGLE_SET = ""
+# The most batches of a graph call; StepsPerCall learns how many take about a second.
+MOST_BATCHES = 100_000
+
+Sync = Callable[[LoopStatus], LoopStatus]
 
 
 @dataclasses.dataclass
 class EvaluationSet:
-    """One set of evaluation data, its metrics and the graph function that updates them.
+    """A set of evaluation data with its metrics, and the graph function that updates them.
 
     Attributes:
-        make: returns the dataset, always the same one
-        spec: of its elements
-        metrics: the user's metrics by name
-        total, examples: sums in float64, of the loss and of what it is the mean over
-        run_steps: the graph function (iterator, steps) -> (may be more, digest), once traced
-        exchanges: whether hooks or layers exchange something in it
-        copies: of what the evaluation writes, once traced
-        names: the names of the metrics' scalars, once traced
+        make: returns the dataset, which has the same elements in the same order each time
+        spec: the specification of its elements
+        metrics: the metrics of ``create_metrics`` by name
+        total: the sum of the losses, in float64
+        examples: the number of examples that the loss is divided by, or their weight, in float64
+        exchanges: whether replicas exchange values while they evaluate a batch
+        run_steps: evaluates batches, see ``define_run_steps``; None before it is traced
+        copies: of the variables that the evaluation writes; None before it is traced
+        names: the names of the metrics' values, once the metrics are built
     """
 
     make: Callable[[], tf.data.Dataset]
-    spec: Any
+    spec: BatchSpec
     metrics: dict[str, keras.Metric]
     total: keras.Metric
     examples: keras.Metric
-    run_steps: Any = None
     exchanges: bool = False
-    copies: Any = None
+    run_steps: GraphFunction | None = None
+    copies: ReplicaCopies | None = None
     names: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def sums(self) -> list[keras.Metric]:
-        """All that each evaluation begins anew."""
+    def accumulators(self) -> list[keras.Metric]:
+        """The metrics and sums that are reset before each evaluation."""
         return [*self.metrics.values(), self.total, self.examples]
 
 
 class Evaluation:
-    """All sets of evaluation data, each with a graph and metrics of its own.
+    """Evaluates all sets of evaluation data, each with its own graph and metrics.
 
     Attributes:
-        sets: by name; a single one without a name under ""
-        arrays: the results of the last evaluation that are no numbers, such as a confusion matrix
+        sets: the sets by name; a single one is under ``SINGLE_SET``
+        arrays: the results of the last evaluation that are not scalars, such as a confusion matrix
     """
 
     def __init__(
         self, components: Components, recording: Recording, sets: dict[str, EvaluationSet]
     ) -> None:
         self.sets = sets
-        self._components, self._recording = components, recording
-        self._frozen: list[bool] | None = None
         self.arrays: dict[str, np.ndarray] = {}
+        self._components = components
+        self._recording = recording
+        self._frozen: list[bool] | None = None
 
     @property
     def names(self) -> list[str]:
-        """The names of the values: ``loss``, or ``NAME/loss`` where the sets have names."""
+        """The names of the values: ``loss``, or ``NAME/loss`` if the sets have names."""
         return [
-            f"{name}/{value}" if name else value
-            for name, one in self.sets.items()
-            for value in ("loss", *one.names)
+            _name_value(set_name, name)
+            for set_name, evaluation_set in self.sets.items()
+            for name in ("loss", *evaluation_set.names)
         ]
 
     def list_passing_variables(self) -> list[tf.Variable]:
-        """Returns the variables that each evaluation begins anew: no checkpoint need hold them."""
-        metrics = [metric for one in self.sets.values() for metric in one.sums]
-        return [unwrap(variable) for metric in metrics for variable in metric.variables]
+        """Returns the variables that each evaluation resets, so that no checkpoint needs them."""
+        return [
+            unwrap(variable)
+            for evaluation_set in self.sets.values()
+            for metric in evaluation_set.accumulators
+            for variable in metric.variables
+        ]
 
     def trace(self) -> None:
-        """Traces the graphs without running them, unless that is done for what is frozen now.
+        """Traces the graphs without running them.
 
-        What is frozen is not regularized.
+        Does nothing if they are traced for the layers that are frozen now. (Frozen layers have no
+        regularization losses.)
         """
-        if self._frozen == (frozen := read_flags(self._recording)):
+        frozen = read_flags(self._recording)
+        if frozen == self._frozen:
             return
         self._frozen = frozen
-        for one in self.sets.values():
-            for one.exchanges in (False, True):  # traced again if it turns out that they do
-                one.run_steps = define_run_steps(self._components, one)
-                graph = one.run_steps.get_concrete_function().graph
-                ops = add_called_ops(graph.get_operations())
-                if not any(op.type.startswith("Collective") for op in ops):
-                    break
-            # Metrics keep their values, so that hooks can read them after the evaluation.
-            passing = set(map(id, self.list_passing_variables()))
-            written = self._recording.find_written(graph, self._components.strategy)
-            kept = [variable for variable in written if id(variable) not in passing]
-            one.copies = ReplicaCopies(self._components.strategy, kept)
+        for evaluation_set in self.sets.values():
+            evaluation_set.exchanges = False
+            graph = self._trace_set(evaluation_set)
+            # Only a trace tells whether hooks or layers exchange values between replicas. If they
+            # do, every step has to ask first whether each process has a batch.
+            if _has_collectives(graph):
+                evaluation_set.exchanges = True
+                graph = self._trace_set(evaluation_set)
+            evaluation_set.copies = self._copy_written_variables(graph)
 
-    def evaluate(
-        self, sync: Callable[[LoopStatus], LoopStatus] = lambda status: status
-    ) -> dict[str, float] | None:
-        """Goes once over the evaluation data, set by set.
+    def _trace_set(self, evaluation_set: EvaluationSet) -> tf.Graph:
+        """Traces the graph function of a set; returns its graph."""
+        evaluation_set.run_steps = define_run_steps(self._components, evaluation_set)
+        return evaluation_set.run_steps.get_concrete_function().graph
+
+    def _copy_written_variables(self, graph: tf.Graph) -> ReplicaCopies:
+        """Creates copies of the variables that an evaluation writes and that training reads.
+
+        Metrics keep their values, so that hooks can read them after the evaluation.
+        """
+        strategy = self._components.strategy
+        passing = {id(variable) for variable in self.list_passing_variables()}
+        written = self._recording.find_written(graph, strategy)
+        return ReplicaCopies(strategy, [v for v in written if id(v) not in passing])
+
+    def evaluate(self, sync: Sync = lambda status: status) -> dict[str, float] | None:
+        """Evaluates each set of evaluation data once.
 
         Args:
-            sync: asked about once a second, in a cluster for all processes: a signal in its answer
-                ends the evaluation early
+            sync: is called about once a second, and in a cluster returns what all processes agree
+                on; a signal in the returned status ends the evaluation early
 
         Returns:
-            The mean loss per example, or by what batches weigh, and the metrics, see ``names``;
-            None if ended early.
+            The values that ``names`` lists. A loss is the mean over the examples, or over the
+            weights of batches. None if the evaluation ended early.
         """
         self.trace()
         values: dict[str, float] = {}
         self.arrays = {}
-        for set_name, one in self.sets.items():
-            prefix = f"{set_name}/" if set_name else ""
-            with one.copies.put_back_after():
-                if not _add_batches(one, sync):
+        for set_name, evaluation_set in self.sets.items():
+            assert evaluation_set.copies is not None
+            with evaluation_set.copies.put_back_after():
+                is_complete = _add_all_batches(evaluation_set, sync)
+                if not is_complete:
                     return None
-                total, examples = float(one.total.result()), float(one.examples.result())
-                results = read_results(one.metrics)
-                values[f"{prefix}loss"] = total / examples if examples else math.nan
-                values |= {f"{prefix}{name}": value for name, value in results.scalars.items()}
-                self.arrays |= {f"{prefix}{name}": array for name, array in results.arrays.items()}
+                values[_name_value(set_name, "loss")] = _read_mean_loss(evaluation_set)
+                results = read_results(evaluation_set.metrics)
+            for name, scalar in results.scalars.items():
+                values[_name_value(set_name, name)] = scalar
+            for name, array in results.arrays.items():
+                self.arrays[_name_value(set_name, name)] = array
         return values
 
 
-def _add_batches(one: EvaluationSet, sync: Callable[[LoopStatus], LoopStatus]) -> bool:
-    """Adds all batches to the metrics and sums of a set; returns whether to the end."""
-    for metric in one.sums:
+def _name_value(set_name: str, name: str) -> str:
+    """Returns ``loss`` for the loss of a single set, ``NAME/loss`` for that of a set NAME."""
+    if set_name == SINGLE_SET:
+        return name
+    return f"{set_name}/{name}"
+
+
+def _has_collectives(graph: tf.Graph) -> bool:
+    """Returns whether replicas exchange values in a graph."""
+    operations = add_called_ops(graph.get_operations())
+    return any(op.type.startswith("Collective") for op in operations)
+
+
+def _add_all_batches(evaluation_set: EvaluationSet, sync: Sync) -> bool:
+    """Resets a set's metrics and sums and adds all batches; returns False if it ended early."""
+    assert evaluation_set.run_steps is not None
+    for metric in evaluation_set.accumulators:
         metric.reset_state()
-    iterator = iter(one.make())
-    # Between processes, a collective takes no other shape in one call than in its first step.
-    steps_per_call = StepsPerCall(most=1 if one.exchanges else 100_000)
+    iterator = iter(evaluation_set.make())
+    # Within a graph call, a collective between processes requires the shapes of its first step.
+    most = 1 if evaluation_set.exchanges else MOST_BATCHES
+    steps_per_call = StepsPerCall(most)
     while True:
         with steps_per_call.measure(steps_per_call.limit) as steps:
-            more, digest = map(int, one.run_steps(iterator, tf.constant(steps, tf.int64)))
-        status = sync(LoopStatus(steps_per_call=steps_per_call.limit, data=digest))
+            has_more, digest = evaluation_set.run_steps(iterator, tf.constant(steps, tf.int64))
+            has_more = bool(has_more)
+        status = sync(LoopStatus(steps_per_call=steps_per_call.limit, data=int(digest)))
         steps_per_call.limit = status.steps_per_call
-        if status.signal or not more:
-            return not more
+        if not has_more:
+            return True
+        if status.signal:
+            return False
+
+
+def _read_mean_loss(evaluation_set: EvaluationSet) -> float:
+    """Returns the mean loss after an evaluation; NaN if there were no examples."""
+    examples = float(evaluation_set.examples.result())
+    if examples == 0:
+        return math.nan
+    return float(evaluation_set.total.result()) / examples
 
 
 def create_evaluation(
     components: Components, config: Config, recording: Recording
 ) -> Evaluation | None:
-    """Creates what ``create_eval_dataset`` and ``create_metrics`` ask for; None without data."""
-    hooks, hook = components.hooks, components.hooks.create_eval_dataset
-    if hook is None:
+    """Creates the evaluation by ``create_eval_dataset`` and ``create_metrics``.
+
+    Returns:
+        The evaluation, or None without ``create_eval_dataset``.
+
+    Raises:
+        SetupError: a hook returned data that cannot be evaluated, or there is an ``after_eval``
+            without evaluation data.
+    """
+    hooks = components.hooks
+    if hooks.create_eval_dataset is None:
         if hooks.after_eval:
             raise hooks.after_eval[0].reject(
                 "there is no evaluation that it could run after; write create_eval_dataset."
             )
         return None
-    size = config.eval_batch_size or components.shape.batch
-    if not components.shape.by_rows:  # each is a replica's share
-        size = max(1, size // components.shape.replicas)
-
-    def call() -> dict[str, Any]:
-        with keep_seeds():
-            keras.utils.set_random_seed(config.seed)
-            made = hook(global_batch_size=size, per_replica_batch_size=size)
-        return made if isinstance(made, dict) else {"": made}
-
-    def create(name: str, made: Any) -> EvaluationSet:
-        own = dataclasses.replace(hook, name=f"{hook.name}['{name}']") if name else hook
-        reader = open_reader(own, made, lambda: call()[name])
-        dataset = prepare(components, config, own, reader.read(goes_on=False) if reader else made)
-        refuse_unfinished_caches(own, dataset)
-        # A shuffle has another order in each pass, unless it is made anew.
-        shuffles = any("Shuffle" in type(stage).__name__ for stage in list_stages(dataset))
-
-        def make() -> tf.data.Dataset:
-            return prepare(components, config, own, call()[name]) if shuffles else dataset
-
-        sums = [keras.metrics.Sum(kind, dtype="float64") for kind in ("loss", "examples")]
-        return EvaluationSet(make, dataset.element_spec, hooks.create_metrics(), *sums)
-
-    sets = {name: create(name, made) for name, made in call().items()}
+    data = EvaluationData(components, config, hooks.create_eval_dataset)
+    sets = {name: data.create_set(name, returned) for name, returned in data.call_hook().items()}
     return Evaluation(components, recording, sets)
 
 
-def prepare(
-    components: Components, config: Config, hook: Hook, dataset: tf.data.Dataset
-) -> tf.data.Dataset:
-    """Returns one pass of global batches of what the hook made; refuses what has no end."""
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise hook.reject(
-            "returned an endless dataset, so an evaluation would never end; leave out repeat()."
-        )
-    if components.shape.by_rows and not has_varying_widths(dataset.element_spec):
-        batch = config.eval_batch_size or components.shape.batch
-        dataset = dataset.rebatch(batch, drop_remainder=False)
-    if config.limit_eval is not None:
-        dataset = dataset.take(config.limit_eval)
-    return read_ahead(dataset, for_long=False)
+class EvaluationData:
+    """Reads the evaluation data of ``create_eval_dataset``."""
 
+    def __init__(self, components: Components, config: Config, hook: Hook) -> None:
+        """``hook`` is ``create_eval_dataset``."""
+        self._components = components
+        self._config = config
+        self._hook = hook
+        self._batch_size = config.eval_batch_size or components.shape.batch
 
-def define_run_steps(components: Components, one: EvaluationSet) -> Any:
-    """Defines the graph function that evaluates so many elements, or those that are left."""
-    strategy, replicas = components.strategy, components.shape.replicas
-    by_rows = components.shape.by_rows
-    generator = get_seed_generator()
+    def call_hook(self) -> dict[str, Any]:
+        """Calls ``create_eval_dataset``, with the same seed each time.
 
-    def on_replica(batch: Any, rows: Any, present: Any, together: Any) -> None:
-        if present is not None:  # what a condition returns names no device to reduce to
-            batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+        Returns:
+            By name the datasets, or other objects to read; a single one is under ``SINGLE_SET``.
+        """
+        size = self._batch_size
+        if not self._components.shape.by_rows:  # each element is the share of a replica
+            size = max(1, size // self._components.shape.replicas)
+        with keep_seeds():
+            keras.utils.set_random_seed(self._config.seed)
+            returned = self._hook(global_batch_size=size, per_replica_batch_size=size)
+        if isinstance(returned, dict):
+            return returned
+        return {SINGLE_SET: returned}
 
-        def find_offset() -> tf.Tensor:
-            return find_offset_in_share(components.count_examples(batch), together)
+    def create_set(self, name: str, returned: Any) -> EvaluationSet:
+        """Creates the set of a dataset, or of another object, that the hook has returned."""
+        hook = self._hook
+        if name != SINGLE_SET:
+            hook = dataclasses.replace(hook, name=f"{hook.name}['{name}']")
+        reader = open_reader(hook, returned, lambda: self.call_hook()[name])
+        if reader is not None:
+            returned = reader.read(goes_on=False)
+        dataset = self._prepare(hook, returned)
+        refuse_unfinished_caches(hook, dataset)
+        is_shuffled = any(map(is_shuffle, list_stages(dataset)))
 
-        with (
-            run_replica(generator),
-            weigh_by_rows(rows, present, together),
-            place_rows(find_offset),
-            run_layers(training=False),
-        ):
-            add_batch(TraceContext(components), one, batch, present)
+        def make() -> tf.data.Dataset:
+            if is_shuffled:  # each pass over the same dataset would have another order
+                return self._prepare(hook, self.call_hook()[name])
+            return dataset
 
-    def share_of(batch: Any, replica: int) -> Share:
-        if by_rows or replicas == 1:
-            return take_share(batch, count_rows(batch), replica, replicas, replicas)
-        return Share(batch, tf.constant(int(replica == 0)), tf.constant(replica == 0))
+        total = keras.metrics.Sum("loss", dtype="float64")
+        examples = keras.metrics.Sum("examples", dtype="float64")
+        metrics = self._components.hooks.create_metrics()
+        return EvaluationSet(make, dataset.element_spec, metrics, total, examples)
 
-    def take_step(batch: Any, digest: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        first = find_first_replica(strategy)
-        shares = [share_of(batch, first + i) for i in range(count_local_replicas(strategy))]
-        strategy.run(on_replica, args=tuple(distribute_shares(strategy, shares)))
-        if replicas > len(shares):  # other processes read the same, or should
-            with tf.device("CPU:0"):
-                digest = add_to_digest(digest, batch)
-        return tf.constant(True), digest
+    def _prepare(self, hook: Hook, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns one pass over a dataset in global batches.
 
-    spec = [tf.data.IteratorSpec(one.spec), tf.TensorSpec([], tf.int64)]
-
-    def have_all(own: tf.Tensor) -> tf.Tensor:
-        """Whether every process has a batch: in a step, one would wait for the others for ever."""
-        if not one.exchanges or replicas == count_local_replicas(strategy):
-            return own
-        count = strategy.run(all_reduce, (tf.cast(own, tf.int64),))
-        return strategy.experimental_local_results(count)[0] == replicas
-
-    @tf.function(autograph=False, input_signature=spec)
-    def run_steps(iterator: Any, steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        def body(done: tf.Tensor, _: tf.Tensor, digest: tf.Tensor) -> Any:
-            drawn = iterator.get_next_as_optional()
-            more = drawn.has_value()
-            after = tf.cond(
-                have_all(more),
-                lambda: take_step(drawn.get_value(), digest),
-                lambda: (tf.constant(False), digest + tf.cast(more, tf.int64)),
+        Raises:
+            SetupError: the dataset is endless.
+        """
+        if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise hook.reject(
+                "returned an endless dataset, so an evaluation would never end; leave out repeat()."
             )
-            return done + 1, *after
+        if self._components.shape.by_rows and not has_varying_widths(dataset.element_spec):
+            dataset = dataset.rebatch(self._batch_size, drop_remainder=False)
+        if self._config.limit_eval is not None:
+            dataset = dataset.take(self._config.limit_eval)
+        return read_ahead(dataset, for_long=False)
 
-        start = tf.constant(0, tf.int64), tf.constant(True), tf.constant(0, tf.int64)
-        return tf.while_loop(lambda done, more, _: (done < steps) & more, body, start)[1:]
+
+class EvaluationProgress(NamedTuple):
+    """How far the steps of a graph call have come.
+
+    Attributes:
+        has_more: whether there may be more batches, a bool scalar
+        digest: a checksum of the batches, an int64 scalar, which is the same on all processes if
+            these read the same data; 0 if there is a single process
+    """
+
+    has_more: tf.Tensor
+    digest: tf.Tensor
+
+
+def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> GraphFunction:
+    """Defines the graph function that adds batches to the metrics and sums of a set.
+
+    Its arguments are an iterator, and the most batches to add, an int64 scalar. It returns an
+    ``EvaluationProgress``.
+    """
+    step = EvaluationStep(components, evaluation_set)
+    iterator_spec = tf.data.IteratorSpec(evaluation_set.spec)
+    signature = [iterator_spec, tf.TensorSpec([], tf.int64)]
+
+    @tf.function(autograph=False, input_signature=signature)
+    def run_steps(iterator: tf.data.Iterator, steps: tf.Tensor) -> EvaluationProgress:
+        def take_next(done: tf.Tensor, _: tf.Tensor, digest: tf.Tensor) -> Any:
+            return done + 1, *step.take(iterator, digest)
+
+        start = (tf.constant(0, tf.int64), tf.constant(True), tf.constant(0, tf.int64))
+        _, has_more, digest = tf.while_loop(
+            lambda done, has_more, _: (done < steps) & has_more, take_next, start
+        )
+        return EvaluationProgress(has_more, digest)
 
     return run_steps
 
 
-def add_batch(
-    context: ForwardContext, one: EvaluationSet, batch: Any, present: tf.Tensor | None
-) -> None:
-    """Adds one replica's batch to the metrics and sums of a set; a stand-in counts nowhere."""
-    hooks, components = context.hooks, context.components
-    output = run_model(context, batch, training=False)
-    loss = compute_loss(context, batch, output, training=False)
-    values = {"output": output, "batch": batch, **context.hook_values()}
-    loss_per_batch, extra_loss = hooks.eval_pre.trace(loss=loss, **values)
-    weight = weigh_batch(context, batch, output, None)
-    examples = components.count_examples(batch) if weight is None else weight
-    examples = tf.cast(examples, tf.float64)
-    extra = tf.cast(extra_loss, tf.float64) * examples
-    total = tf.cast(sum_loss(components, loss_per_batch, batch), tf.float64) + extra
-    update_if(present, one.total.update_state, total)
-    update_if(present, one.examples.update_state, examples)
-    if one.metrics:
-        named = {"output": output, "batch": batch, "train_model": components.train_model}
-        arguments = hooks.metric_pre.trace(**named)
-        update_metrics(one.metrics, hooks.metric_pre, arguments, present)
+class EvaluationStep:
+    """Adds one batch to the metrics and sums of a set, in a graph."""
 
+    def __init__(self, components: Components, evaluation_set: EvaluationSet) -> None:
+        self._components = components
+        self._set = evaluation_set
+        self._local_replicas = count_local_replicas(components.strategy)
+        self._has_peers = components.shape.replicas > self._local_replicas
+        self._seed_generator = get_seed_generator()
 
-# Words in the names of metrics of which it is plain which way is better.
-_LOWER = {"loss", "error", "mse", "mae", "rmse", "mape", "perplexity", "divergence", "distance"}
-_HIGHER = {"acc", "accuracy", "auc", "precision", "recall", "f1", "iou", "dice", "r2", "score"}
+    def take(self, iterator: tf.data.Iterator, digest: tf.Tensor) -> EvaluationProgress:
+        """Draws a batch and adds it, if there is one.
 
-
-@dataclasses.dataclass(frozen=True)
-class Criterion:
-    """What is better.
-
-    Attributes:
-        key: what the progress of a run has it under; another criterion begins anew
-        metric: a name of an evaluation's values
-        highest: whether more is better
-        patience: after how many evaluations without a better value training ends; 0: never
-    """
-
-    key: str
-    metric: str
-    highest: bool
-    patience: int
-
-    def judge(
-        self, step: int, values: Mapping[str, float], best: dict[str, list[float]]
-    ) -> str | None:
-        """Compares a value with the best so far, than which NaN is no better; returns why to end.
-
-        ``best``, which is changed, has by criterion the best value, its step, and how many
-        evaluations there were since.
+        Args:
+            iterator: reads the batches
+            digest: the checksum of the batches before
         """
-        sign = 1 if self.highest else -1
-        value = values[self.metric]
-        before, at, since = best.get(self.key, [-sign * math.inf, -1, 0])
-        if sign * value > sign * before:
-            before, at, since = value, step, -1
-        best[self.key] = [before, at, since + 1]
-        if not self.patience or since + 1 < self.patience:
-            return None
-        return (
-            f"early_stop: {self.metric} was not better than {before:.4g} (step {at:g}) in "
-            f"{self.patience} evaluations."
+        drawn = iterator.get_next_as_optional()
+        has_batch = drawn.has_value()
+        return tf.cond(  # type: ignore[no-any-return]
+            self._have_all(has_batch),
+            lambda: self._add_global_batch(drawn.get_value(), digest),
+            # Processes of which only some have a batch end with different checksums.
+            lambda: EvaluationProgress(tf.constant(False), digest + tf.cast(has_batch, tf.int64)),
         )
 
+    def _have_all(self, has_batch: tf.Tensor) -> tf.Tensor:
+        """Returns whether every process has a batch, if they exchange values in a step.
 
-def read_criteria(config: Config, names: Sequence[str]) -> list[Criterion]:
-    """Reads ``keep_best`` and ``early_stop``; ``names`` are those of an evaluation's values.
+        Otherwise, a process with a batch would wait forever for one without.
+        """
+        if not (self._set.exchanges and self._has_peers):
+            return has_batch
+        strategy = self._components.strategy
+        count = strategy.run(all_reduce, (tf.cast(has_batch, tf.int64),))
+        return strategy.experimental_local_results(count)[0] == self._components.shape.replicas
 
-    Raises:
-        SetupError: one names no metric, or it is not clear which way is better.
+    def _add_global_batch(self, batch: Batch, digest: tf.Tensor) -> EvaluationProgress:
+        strategy = self._components.strategy
+        first = find_first_replica(strategy)
+        shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
+        strategy.run(self._add_share, args=tuple(distribute_shares(strategy, shares)))
+        if self._has_peers:  # which should read the same batches
+            with tf.device("CPU:0"):
+                digest = add_to_digest(digest, batch)
+        return EvaluationProgress(tf.constant(True), digest)
+
+    def _take_share(self, batch: Batch, replica: int) -> Share:
+        """Returns the share of a replica; a batch that is a share already goes to the first one."""
+        replicas = self._components.shape.replicas
+        if self._components.shape.by_rows or replicas == 1:
+            return take_share(batch, count_rows(batch), replica, replicas, replicas)
+        is_first = replica == 0
+        return Share(batch, rows=tf.constant(int(is_first)), present=tf.constant(is_first))
+
+    def _add_share(
+        self,
+        batch: Batch,
+        rows: tf.Tensor | None,
+        present: tf.Tensor | None,
+        together: tf.Tensor | None,
+    ) -> None:
+        """Adds the share of one replica, on that replica; see ``batches.Share``."""
+        if present is not None:  # a tensor out of a tf.cond has no device to reduce to
+            batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+        def find_offset() -> tf.Tensor:
+            return find_offset_in_share(self._components.count_examples(batch), together)
+
+        with (
+            run_replica(self._seed_generator),
+            weigh_by_rows(rows, present, together),
+            place_rows(find_offset),
+            run_layers(training=False),
+        ):
+            add_batch(TraceContext(self._components), self._set, batch, present)
+
+
+def add_batch(
+    context: ForwardContext,
+    evaluation_set: EvaluationSet,
+    batch: Batch,
+    present: tf.Tensor | None,
+) -> None:
+    """Adds the batch of one replica to the metrics and sums of a set.
+
+    Args:
+        context: of the evaluation
+        evaluation_set: the set that the batch is from
+        batch: the batch; a placeholder counts nowhere
+        present: whether the batch is no placeholder, a bool scalar; None if that is certain
     """
-    criteria = []
-    for setting, text in {"keep_best": config.keep_best, "early_stop": config.early_stop}.items():
-        if not text:
-            continue
-        metric, *rest = text.split(":")
-        if metric not in names:
-            there = ", ".join(names) or "none, without create_eval_dataset"
-            near = suggest(metric, names)
-            raise SetupError(f"{setting}: no metric is called {metric!r}{near} (there: {there})")
-        patience = int(rest.pop()) if setting == "early_stop" else 0
-        words = set(re.split(r"[/_]", metric))
-        mode = rest[0] if rest else "min" if words & _LOWER else "max" if words & _HIGHER else None
-        if mode is None:
-            raise SetupError(
-                f"{setting}: say whether {metric} is better when it is higher or lower: "
-                f"{metric}:max or {metric}:min."
-            )
-        criteria.append(Criterion(f"{setting}={metric}:{mode}", metric, mode == "max", patience))
-    return criteria
+    hooks = context.hooks
+    components = context.components
+    output = run_model(context, batch, training=False)
+    loss = compute_loss(context, batch, output, training=False)
+    loss_per_batch, extra_loss = hooks.eval_pre.trace(
+        loss=loss, output=output, batch=batch, **context.hook_values()
+    )
+    examples = weigh_batch(context, batch, output, None)
+    if examples is None:
+        examples = components.count_examples(batch)
+    examples = tf.cast(examples, tf.float64)
+    total = tf.cast(sum_loss(components, loss_per_batch, batch), tf.float64)
+    total += tf.cast(extra_loss, tf.float64) * examples
+    update_if(present, evaluation_set.total.update_state, total)
+    update_if(present, evaluation_set.examples.update_state, examples)
+    if evaluation_set.metrics:
+        arguments = hooks.metric_pre.trace(
+            output=output, batch=batch, train_model=components.train_model
+        )
+        update_metrics(evaluation_set.metrics, hooks.metric_pre, arguments, present)

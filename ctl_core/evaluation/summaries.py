@@ -1,4 +1,8 @@
-"""TensorBoard: values, summaries of hooks, settings on the HParams page, pace, profiles."""
+"""Writes what TensorBoard shows of a run.
+
+That is the reported values, the summaries of hooks, the settings on the HParams page, the speed of
+training, and profiles.
+"""
 
 from __future__ import annotations
 
@@ -7,66 +11,74 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
 from ctl_core.compat import GraphWriter
+from ctl_core.model.components import SINGLE_OBJECTIVE
 from ctl_core.run.files import atomic_write
 from ctl_core.run.listeners import Listener, find_changes
 
 if TYPE_CHECKING:
     from ctl_core.model.state import State
 
-PAUSE = 0.1  # seconds between two measurements of the pace, at least
+# The fewest seconds between two measurements of the speed.
+PAUSE = 0.1
 
 
 class Summaries(Listener):
-    """Writes a scalar summary per value to ``tb/SPLIT``; the writers are those of hooks, too."""
+    """Writes a scalar summary for each value to ``tb/SPLIT``; hooks use the same writers."""
 
     def __init__(self, folder: Path, writes: bool = True) -> None:
-        """Takes the folder ``tb`` of a run, and whether this process writes there."""
+        """Prepares the writers; they open files when they are first needed.
+
+        Args:
+            folder: the folder ``tb`` of a run
+            writes: whether this process writes there
+        """
         self._folder = folder
         self._writes = writes
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
         self._settings: dict[str, Any] = {}
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        """Keeps the settings until there are values, or an end; drops the values of later steps.
+        """Removes the values of later steps, and keeps the settings until they are written.
 
-        Those were written by a process that was killed, and are about to be written again.
+        A process that was killed wrote those values; they are about to be written again.
         """
         self._settings = config
-        if self._writes:
-            for split in ("train", "eval"):
-                if (self._folder / split).is_dir():
-                    remove_later_events(self._folder / split, step)
+        if not self._writes:
+            return
+        for split in ("train", "eval"):
+            if (self._folder / split).is_dir():
+                remove_later_events(self._folder / split, step)
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Writes a scalar summary per value."""
+        """Writes a scalar summary for each value."""
         self._write_settings()
         with self.open_writer(split).as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(name, value)
 
     def end(self, step: int, how: str) -> None:
-        """Writes the settings of a run that had no values, but not where it has failed at once."""
+        """Writes the settings of a run that reported no values, unless it failed."""
         if how != "failed":
             self._write_settings()
 
     def _write_settings(self) -> None:
-        """Writes, once, those that are not the defaults for the HParams page, which finds values.
+        """Writes the settings that differ from the defaults for the HParams page, once.
 
-        They take the place of those of an earlier start.
+        They replace those of an earlier start of the run.
         """
         if not self._settings:
             return
-        from tensorboard.plugins.hparams import api  # takes its time
+        from tensorboard.plugins.hparams import api  # slow to import
 
-        values = {
-            name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for name, value in find_changes(self._settings).items()
-        }
+        values = find_changes(self._settings)
+        for name, value in values.items():
+            if not isinstance(value, bool | int | float | str):
+                values[name] = json.dumps(value)
         self._settings = {}
         for path in self._folder.glob("*.hparams"):
             path.unlink()
@@ -75,35 +87,46 @@ class Summaries(Listener):
             api.hparams(values, trial_id=self._folder.parent.name)
 
     def open_writer(self, split: str) -> tf.summary.SummaryWriter:
-        """Returns the summary writer of ``train`` or ``eval``, created on first use."""
+        """Returns the summary writer of ``train`` or ``eval``, created when it is first used."""
         if not self._writes:
             return tf.summary.create_noop_writer()
         if split not in self._writers:
             writer = tf.summary.create_file_writer(str(self._folder / split), flush_millis=1000)
-            # TensorFlow flushes whenever an ``as_default`` ends, so after each step with a hook.
-            writer.flush = lambda: None
+            # TensorFlow would flush whenever an ``as_default`` ends: after each step with a hook.
+            writer.flush = _do_nothing
             self._writers[split] = writer
         return self._writers[split]
 
     def make_graph_writer(self, split: str) -> tf.summary.SummaryWriter:
-        """Returns the same for a graph, opened only where one writes summaries.
+        """Returns the summary writer for a graph; it is opened only if the graph has summaries.
 
-        Every process has the summaries in its graph, so that all round alike.
+        The graphs of all processes have the summaries, even of those that do not write: graphs that
+        differ may round differently.
         """
-        return GraphWriter(lambda: self.open_writer(split) if self._writes else None)
+
+        def open_if_writing() -> tf.summary.SummaryWriter | None:
+            if self._writes:
+                return self.open_writer(split)
+            return None
+
+        return GraphWriter(open_if_writing)
 
     def close(self) -> None:
-        """Puts everything on the disk, as far as there is room, and closes the files."""
+        """Writes everything to disk, if there is room, and closes the files."""
         for writer in self._writers.values():
             with contextlib.suppress(tf.errors.OpError):
                 writer.close()
 
 
+def _do_nothing() -> None:
+    pass
+
+
 def remove_later_events(folder: Path, step: int) -> None:
     """Removes the events after a step from the event files of a folder.
 
-    TensorBoard has an event for this, a session's start, but ignores it for the summaries that
-    TensorFlow 2 writes: it would show those steps twice.
+    Otherwise TensorBoard would show those steps twice. It has an event for this purpose, the start
+    of a session, but ignores it for summaries of TensorFlow 2.
     """
     for file in folder.glob("events.out.tfevents.*"):
         kept = []
@@ -120,66 +143,103 @@ def remove_later_events(folder: Path, step: int) -> None:
 
 
 def _read_records(file: Path) -> Iterator[bytes]:
-    """Yields the records of an event file, up to one that a kill has cut short."""
+    """Yields the records of an event file, up to a record that is incomplete after a kill."""
     with contextlib.suppress(tf.errors.DataLossError):
         for record in tf.data.TFRecordDataset(str(file)):
             yield record.numpy()
 
 
-class Pace(Listener):
-    """Writes how a run goes to ``tb/train``, whenever values are reported.
+class TrainingAmount(NamedTuple):
+    """How much a run has trained.
 
-    These are ``progress/learning_rate`` (of several objectives ``progress/learning_rate/NAME``),
-    ``progress/steps_per_second`` and ``progress/examples_per_second`` since those before,
-    evaluations and checkpoints left out. They depend on the clock, or are no measurements, and so
-    are not in metrics.jsonl, whose lines are the same whenever a run is resumed.
+    Attributes:
+        seconds: the time spent in training, without evaluations and checkpoints
+        steps: the number of steps
+        examples: the number of examples
+    """
+
+    seconds: float
+    steps: int
+    examples: int
+
+
+class Pace(Listener):
+    """Writes learning rates and the speed of training to ``tb/train`` when values are reported.
+
+    The names are ``progress/learning_rate`` (with several objectives,
+    ``progress/learning_rate/NAME``), ``progress/steps_per_second`` and
+    ``progress/examples_per_second``. A speed is the mean since the last time, without evaluations
+    and checkpoints. metrics.jsonl has no such lines: it is the same however often a run is resumed.
     """
 
     def __init__(self, state: State, summaries: Summaries) -> None:
-        self._state, self._summaries = state, summaries
-        self._written_at = -PAUSE
-        self._before = (0.0, state.step, state.progress.examples)
+        self._state = state
+        self._summaries = summaries
+        self._last_written = -PAUSE
+        self._last = TrainingAmount(0.0, state.step, state.progress.examples)
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Writes, if that is due."""
-        state, now = self._state, time.monotonic()
-        reached = (state.clock.measure_training(), state.step, state.progress.examples)
-        taken, steps, examples = (b - a for a, b in zip(self._before, reached, strict=True))
-        if not steps or now - self._written_at < PAUSE:
+        """Writes, unless no step was taken or ``PAUSE`` is not over since the last time."""
+        now = time.monotonic()
+        amount = self._measure()
+        steps = amount.steps - self._last.steps
+        if steps == 0 or now - self._last_written < PAUSE:
             return
-        self._written_at, self._before = now, reached
-        made = state.components.optimizers.items()
-        rates = {name: getattr(one, "learning_rate", state.lr) for name, one in made}
-        paces = {f"progress/learning_rate/{n}".rstrip("/"): float(r) for n, r in rates.items()}
-        if taken > 0:
-            paces["progress/steps_per_second"] = steps / taken
-            paces["progress/examples_per_second"] = examples / taken
-        self._summaries.values(state.step, "train", paces)
+        seconds = amount.seconds - self._last.seconds
+        examples = amount.examples - self._last.examples
+        self._last_written = now
+        self._last = amount
+        progress = self._read_rates()
+        if seconds > 0:
+            progress["progress/steps_per_second"] = steps / seconds
+            progress["progress/examples_per_second"] = examples / seconds
+        self._summaries.values(self._state.step, "train", progress)
+
+    def _measure(self) -> TrainingAmount:
+        state = self._state
+        seconds = state.clock.measure_training()
+        return TrainingAmount(seconds, state.step, state.progress.examples)
+
+    def _read_rates(self) -> dict[str, float]:
+        """Returns the learning rate of each optimizer by the name of its summary."""
+        rates = {}
+        for objective, optimizer in self._state.components.optimizers.items():
+            name = "progress/learning_rate"
+            if objective != SINGLE_OBJECTIVE:
+                name += f"/{objective}"
+            rates[name] = float(getattr(optimizer, "learning_rate", self._state.lr))
+        return rates
 
 
 class Profile:
-    """Profiles steps for TensorBoard, which slows them down.
+    """Profiles some steps for TensorBoard; profiled steps are slower.
 
     Attributes:
-        marks: it begins after the first step, and ends after the second; empty: no profile
+        marks: the steps after which the profile begins and ends; empty without a profile
     """
 
     def __init__(self, steps: str, folder: Path) -> None:
-        """``steps`` is such as 50:60, or empty."""
+        """Prepares a profile.
+
+        Args:
+            steps: such as ``50:60``, or empty for no profile
+            folder: where the profile is written
+        """
         self.marks = tuple(map(int, steps.split(":"))) if steps else ()
-        self._folder, self._running = folder, False
+        self._folder = folder
+        self._is_running = False
 
     def follow(self, step: int) -> None:
-        """Begins or ends after a step, if it is time."""
-        due = bool(self.marks) and step in range(*self.marks)
-        if due and not self._running:
+        """Begins or ends the profile after a step, if it is time."""
+        is_due = bool(self.marks) and step in range(*self.marks)
+        if is_due and not self._is_running:
             tf.profiler.experimental.start(str(self._folder))
-            self._running = True
-        elif not due:
+            self._is_running = True
+        elif not is_due:
             self.end()
 
     def end(self) -> None:
         """Ends the profile, if it is running."""
-        if self._running:
-            self._running = False
+        if self._is_running:
+            self._is_running = False
             tf.profiler.experimental.stop()

@@ -15,33 +15,26 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl_core import compat
-from ctl_core.compat import find_written_resources, flatten_layers
+from ctl_core.compat import (
+    find_written_resources,
+    flatten_layers,
+    hide_new_layers,
+    is_keras_generator,
+    is_tf_generator,
+    leave_creator_scopes,
+    watch_new_layers,
+)
 from ctl_core.numerics.variables import unwrap
 
 # The layers that were created while callbacks.py was imported.
 IMPORTED: list[weakref.ref[Any]] = []
-_KERAS_NEW = vars(keras.Layer)["__new__"]
 
 
 @contextlib.contextmanager
 def note_layers(layers: list[weakref.ref[Any]]) -> Iterator[None]:
-    """Adds the layers that are created within the context to a list.
-
-    ``__new__`` is replaced, because a subclass need not call ``__init__`` of ``keras.Layer``.
-    """
-    original = vars(keras.Layer)["__new__"]
-
-    def make(kind: Any, *args: Any, **options: Any) -> Any:
-        layer = original(kind, *args, **options)
-        layers.append(weakref.ref(layer))
-        return layer
-
-    setattr(keras.Layer, "__new__", make)  # noqa: B010
-    try:
+    """Adds the layers that are created within the context to a list."""
+    with watch_new_layers(lambda layer: layers.append(weakref.ref(layer))):
         yield
-    finally:
-        setattr(keras.Layer, "__new__", original)  # noqa: B010
 
 
 @contextlib.contextmanager
@@ -50,14 +43,11 @@ def record_nothing() -> Iterator[None]:
 
     A run that a hook loads is no part of the run that the hook belongs to.
     """
-    recording_new = vars(keras.Layer)["__new__"]
     imported = list(IMPORTED)
-    setattr(keras.Layer, "__new__", _KERAS_NEW)  # noqa: B010
     try:
-        with compat.leave_creator_scopes():
+        with hide_new_layers(), leave_creator_scopes():
             yield
     finally:
-        setattr(keras.Layer, "__new__", recording_new)  # noqa: B010
         IMPORTED[:] = imported
 
 
@@ -195,17 +185,14 @@ class Recording:
     @property
     def generators(self) -> list[tf.Variable]:
         """The states of Keras' seed generators, int64 vectors [seed, counter]."""
-        keras_name = "seed_generator_state"
         return [
-            variable
-            for variable in self.variables.values()
-            if variable.name.split(":")[0].endswith(keras_name)
+            variable for variable in self.variables.values() if is_keras_generator(variable.name)
         ]
 
     @property
     def tf_generators(self) -> list[tf.Variable]:
-        """The states of ``tf.random.Generator`` objects, which have this name."""
-        return [v for name, v in self.variables.items() if "/StateVar" in name]
+        """The states of ``tf.random.Generator`` objects."""
+        return [variable for name, variable in self.variables.items() if is_tf_generator(name)]
 
 
 def find_tables(graph: Any) -> list[Any]:

@@ -15,7 +15,7 @@ import zlib
 import tensorflow as tf
 
 from ctl_core.cluster.sync import Cluster
-from ctl_core.compat import list_stages, read_cache_file
+from ctl_core.compat import is_snapshot, list_stages, read_cache_file
 from ctl_core.hooks.hooks import Hook
 
 
@@ -32,7 +32,7 @@ def list_unfinished_caches(dataset: tf.data.Dataset) -> list[str]:
 
 def has_snapshot(dataset: tf.data.Dataset) -> bool:
     """Returns whether a stage of a pipeline is a snapshot, whose position cannot be restored."""
-    return any("Snapshot" in type(stage).__name__ for stage in list_stages(dataset))
+    return any(map(is_snapshot, list_stages(dataset)))
 
 
 def refuse_unfinished_caches(hook: Hook, dataset: tf.data.Dataset) -> None:

@@ -1,7 +1,7 @@
 """The components of a training step, and the context in which a step is traced.
 
 ``Components`` are fixed for a run. ``TraceContext`` has everything that varies while graphs are
-traced: the step, the turn within it, whether noise is switched off, and what XLA compiles.
+traced: the step, the turn within it, whether noise is switched off, and which parts XLA compiles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SINGLE_OBJECTIVE = ""
 
 
 class Compilation(enum.Enum):
-    """What XLA compiles of a training step."""
+    """The parts of a training step that XLA compiles."""
 
     NOTHING = enum.auto()
     REPLICA = enum.auto()  # the forward and backward pass of each replica, each by itself
@@ -138,7 +138,7 @@ class TraceContext(Generic[ComponentsT]):
         step: the number of the step that is being traced, an int64 scalar; None outside of steps
         turn: the index in ``turns`` of the update that is being traced; None without turns
         quiet: whether the model runs as in an evaluation, without noise, to be compared
-        compilation: what XLA compiles
+        compilation: the parts of a step that XLA compiles
     """
 
     components: ComponentsT
@@ -155,7 +155,9 @@ class TraceContext(Generic[ComponentsT]):
     @property
     def objective(self) -> str | None:
         """The objective whose turn it is; None without turns."""
-        return None if self.turn is None else self.hooks.turns[self.turn]
+        if self.turn is None:
+            return None
+        return self.hooks.turns[self.turn]
 
     @property
     def is_last_turn(self) -> bool:
@@ -180,7 +182,9 @@ class TraceContext(Generic[ComponentsT]):
         of steps that were taken.
         """
         components = self.components
-        step = components.step_variable.read_value() if self.step is None else self.step
+        step = self.step
+        if step is None:
+            step = components.step_variable.read_value()
         return {
             "objective": self.objective,
             "turn": self.turn,

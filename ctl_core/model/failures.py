@@ -1,14 +1,16 @@
-"""What has failed in a graph call: which hook, which op, which line.
+"""Attributes failures of graph calls: to a hook, an op and a line of the user's.
 
-With ``detect_anomaly``, TensorFlow checks what each op of a step gives; the first NaN ends
+With ``detect_anomaly``, TensorFlow checks the result of each op, and the first NaN or infinity ends
 training. The checks are ops of the graphs that are traced within ``check_numerics``. Each step is
-a call of its own then, so that it is known which one failed.
+then a graph call of its own, so that the number of the failed step is known.
 """
+
+from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Protocol
 
 import tensorflow as tf
 
@@ -17,17 +19,30 @@ from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
 from ctl_core.run import errors
 
-# What a check says: the type of the op, its graph, what it gave, and its name.
-_FOUND = re.compile(
-    r'graph op "(\w+)".*?Graph name: "(.*?)".*? : Tensor had (.*?) values'
-    r"\s+\[\[.*?\{\{node (.*?)/CheckNumericsV2",
+# Matches the message of a check: the type of the op, its graph, its values, and its name.
+_CHECK_MESSAGE = re.compile(
+    r'graph op "(?P<type>\w+)".*?Graph name: "(?P<graph>.*?)".*? : Tensor had (?P<values>.*?) '
+    r"values\s+\[\[.*?\{\{node (?P<name>.*?)/CheckNumericsV2",
     re.DOTALL,
 )
 
 
+class GraphFunctions(Protocol):
+    """The graph functions that training calls."""
+
+    def list_operations(self) -> Iterator[tf.Operation]:
+        """Yields the ops of all graphs that were traced."""
+
+
 @contextlib.contextmanager
-def attribute_errors(state: State, functions: Any, step: int) -> Iterator[None]:
-    """Turns a failure inside a graph call of ``functions`` into one line that names the hook."""
+def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iterator[None]:
+    """Turns a failed graph call into a one-line error that names the hook.
+
+    Args:
+        state: of the run
+        functions: the functions that are called within the context
+        step: the number of steps that were taken before
+    """
     hooks = state.hooks
     try:
         yield
@@ -36,62 +51,107 @@ def attribute_errors(state: State, functions: Any, step: int) -> Iterator[None]:
             raise hooks.make_batches.reject("returned a dataset that ends; repeat it.") from error
         if step == 0:
             raise hooks.create_dataset.reject(state.data.describe_shortage()) from error
-        said = f"{hooks.create_dataset}: the training data ended after step {step}."
-        raise errors.RunError(said) from error
+        raise errors.RunError(
+            f"{hooks.create_dataset}: the training data ended after step {step}."
+        ) from error
     except tf.errors.OpError as error:
         if is_peer_lost(state.cluster.task, error):
             raise
-        if explanation := state.data.explain_contradiction(error):
-            failure = errors.SetupError if step == 0 else errors.RunError
-            raise failure(explanation) from error
-        if anomaly := describe_anomaly(error, hooks, functions.list_operations()):
+        contradiction = state.data.explain_contradiction(error)
+        if contradiction is not None and step == 0:
+            raise errors.SetupError(contradiction) from error
+        if contradiction is not None:
+            raise errors.RunError(contradiction) from error
+        anomaly = describe_anomaly(error, hooks, functions.list_operations())
+        if anomaly is not None:
             raise errors.RunError(f"step {step + 1}: {anomaly}.") from error
         raise errors.RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
 
 
 @contextlib.contextmanager
-def check_numerics(wanted: bool) -> Iterator[None]:
-    """Within, the graphs that this thread traces check what their ops give, if that is wanted."""
-    if wanted:  # TensorFlow cuts long messages off; the stack of an op is read off its graph
-        tf.debugging.enable_check_numerics(stack_height_limit=1)
+def check_numerics(is_wanted: bool) -> Iterator[None]:
+    """Adds checks for NaN and infinity to the graphs that this thread traces, if wanted."""
+    if not is_wanted:
+        yield
+        return
+    # TensorFlow truncates long messages. The stack of an op is read from its graph instead.
+    tf.debugging.enable_check_numerics(stack_height_limit=1)
     try:
         yield
     finally:
-        if wanted:
-            tf.debugging.disable_check_numerics()
+        tf.debugging.disable_check_numerics()
 
 
-def describe_anomaly(error: BaseException, hooks: Hooks, ops: Iterable[Any]) -> str | None:
-    """Says which op gave NaN or infinity: ``NaN from RealDiv (norm/truediv), model.py:24``.
+def describe_anomaly(
+    error: BaseException, hooks: Hooks, operations: Iterable[tf.Operation]
+) -> str | None:
+    """Describes which op returned NaN or infinity, and its line.
+
+    For example ``NaN from RealDiv (norm/truediv), create_model (model.py:24)``.
 
     Args:
-        error: what a graph call raised; of one about something else, None is returned
-        ops: of such calls
+        error: raised by a graph call
+        hooks: of the run
+        operations: of the graphs that can be called
+
+    Returns:
+        The description; None if the error is not of a check.
     """
-    if (found := _FOUND.search(str(error))) is None:
+    message = _CHECK_MESSAGE.search(str(error))
+    if message is None:
         return None
-    kind, graph, values, name = found.groups()
-    said = f"{'NaN' if 'NaN' in values else 'infinity'} from {kind} ({name})"
-    if "IteratorGetNext" in kind:
-        return f"{said}, {hooks.create_dataset}"
-    op = next((op for op in ops if op.name == name and op.graph.name == graph), None)
-    if op is not None and "gradient" in name:  # of what it takes from the forward pass
-        taken = [tensor.op for tensor in op.inputs if "gradient" not in tensor.op.name]
-        if taken:
-            said, op = f"{said}, in the gradient of {taken[0].name}", taken[0]
-    place = op is not None and _find_line(op, hooks)
-    return f"{said}, {place}" if place else said
+    value = "NaN" if "NaN" in message["values"] else "infinity"
+    description = f"{value} from {message['type']} ({message['name']})"
+    if "IteratorGetNext" in message["type"]:
+        return f"{description}, {hooks.create_dataset}"
+    failed = _find_op(operations, message["graph"], message["name"])
+    if failed is None:
+        return description
+    forward_op = _find_forward_op(failed)
+    if forward_op is not None:
+        description += f", in the gradient of {forward_op.name}"
+        failed = forward_op
+    line = _find_line(failed, hooks)
+    if line is not None:
+        description += f", {line}"
+    return description
 
 
-def _find_line(op: Any, hooks: Hooks) -> str | None:
-    """Returns the hook that made an op, and its line; or another line of the user's."""
+def _find_op(operations: Iterable[tf.Operation], graph: str, name: str) -> tf.Operation | None:
+    """Returns the op of a name in a graph of a name."""
+    for op in operations:
+        if op.name == name and op.graph.name == graph:
+            return op
+    return None
+
+
+def _find_forward_op(op: tf.Operation) -> tf.Operation | None:
+    """Returns the op of the forward pass that an op of the backward pass differentiates.
+
+    Returns None for any other op. The hook and its line are in the stack of the forward op only.
+    """
+    if "gradient" not in op.name:
+        return None
+    for tensor in op.inputs:
+        if "gradient" not in tensor.op.name:
+            return tensor.op
+    return None
+
+
+def _find_line(op: tf.Operation, hooks: Hooks) -> str | None:
+    """Returns the hook that created an op, and its line; otherwise another line of the user's."""
     frames = errors.read_frames(op)
-    if made := hooks.find_owner(frames):
-        return made
-    # Before the engine there may be lines of the program that called it.
-    first = max(
-        (n for n, frame in enumerate(frames) if frame[0].startswith(errors.ENGINE)), default=0
-    )
-    users = [at for at in frames[first:] if not any(part in at[0] for part in errors.NOT_THE_USERS)]
-    own = [f"{errors.format_file_name(file)}:{line}" for file, line in users]
-    return own[-1] if own else None
+    owner = hooks.find_owner(frames)
+    if owner is not None:
+        return owner
+    engine_frames = [
+        index for index, (file, _) in enumerate(frames) if file.startswith(errors.ENGINE)
+    ]
+    # Frames before the engine's last one belong to the program that started the training.
+    first = max(engine_frames, default=0)
+    lines = [
+        f"{errors.format_file_name(file)}:{line}"
+        for file, line in frames[first:]
+        if not any(place in file for place in errors.NOT_THE_USERS)
+    ]
+    return lines[-1] if lines else None

@@ -20,6 +20,7 @@ from ctl_core.cluster.collectives import find_offset_in_share, place_rows
 from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.compat import run_layers
 from ctl_core.hooks.hooks import Hook, describe
+from ctl_core.hooks.results import Objective
 from ctl_core.input.batches import Share, keep_rows_if
 from ctl_core.model.components import (
     SINGLE_OBJECTIVE,
@@ -81,7 +82,7 @@ def compute_loss(
     context: ForwardContext, batch: Batch, output: ModelOutput, training: bool
 ) -> Structure:
     """Returns the result of ``train_loss`` for the model's output, in float32."""
-    # Also of a quiet step, loss_pre gets a training batch, which may differ from evaluation's.
+    # Even in a quiet step, loss_pre gets a training batch, which may differ from an evaluation's.
     loss_input = context.hooks.loss_pre.trace(
         output=output, batch=batch, training=training, **context.hook_values()
     )
@@ -92,7 +93,7 @@ def compute_loss(
 
 
 def call_made(hook: Hook, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls what a create hook returned; a failure names that hook."""
+    """Calls a function that a create hook returned; the message of a failure names the hook."""
     try:
         return function(*args)
     except CtlError:
@@ -102,7 +103,7 @@ def call_made(hook: Hook, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def call_model(model: Model, inputs: ModelInput, training: bool) -> ModelOutput:
-    """Calls the model; with ``training`` run also layers that it is a function around."""
+    """Calls the model, even a function that calls layers without passing ``training`` on."""
     with run_layers(training):
         return call_trained(model, inputs, training)
 
@@ -125,25 +126,34 @@ def sum_loss(components: ForwardComponents, loss: Structure, batch: Batch) -> tf
         raise create_loss.reject("the loss is a dict; return the sum of its parts.")
     loss = tf.convert_to_tensor(loss)
     examples = components.count_examples(batch)
-    shape = [examples if isinstance(examples, int) else None]
-    fits = loss.shape.rank == 0 or loss.shape.is_compatible_with(shape)
-    if not fits and (op := find_broadcast(loss.graph)) is not None:
-        shapes = " and ".join(str(value.shape.as_list()) for value in op.inputs)
-        raise SetupError(
-            f"{create_loss.locate(read_frames(op))}: {op.type} of the shapes {shapes} compares "
-            "each example with every other; give both one shape, by tf.squeeze(output, -1), say."
-        )
-    if not fits or not loss.dtype.is_floating:
+    if not isinstance(examples, int):
+        examples = None
+    has_valid_shape = loss.shape.rank == 0 or loss.shape.is_compatible_with([examples])
+    if not has_valid_shape:
+        _refuse_broadcast(create_loss, loss.graph)
+    if not has_valid_shape or not loss.dtype.is_floating:
         raise create_loss.reject(
             f"the loss is {describe(loss)}; expected floating-point numbers, one per example "
-            f"(shape [{shape[0] or 'batch'}]) or their sum (shape []); batch_weight says what "
+            f"(shape [{examples or 'batch'}]) or their sum (shape []); batch_weight says what "
             "divides it."
         )
     return tf.reduce_sum(cast_to_float32(loss))
 
 
+def _refuse_broadcast(create_loss: Hook, graph: tf.Graph) -> None:
+    """Refuses a loss whose graph broadcasts labels and predictions to [b, b]."""
+    op = find_broadcast(graph)
+    if op is None:
+        return
+    shapes = " and ".join(str(value.shape.as_list()) for value in op.inputs)
+    raise SetupError(
+        f"{create_loss.locate(read_frames(op))}: {op.type} of the shapes {shapes} compares each "
+        "example with every other; give both one shape, by tf.squeeze(output, -1), say."
+    )
+
+
 def find_broadcast(graph: tf.Graph) -> tf.Operation | None:
-    """Returns the last op that has made [b, b] of [b, 1] and [b]; None: there is none."""
+    """Returns the last op that broadcasts [b, 1] and [b] to [b, b]; None if no op does."""
     for op in reversed(graph.get_operations()):
         shapes = [value.shape.as_list() for value in op.inputs if value.shape.rank is not None]
         if len(shapes) == 2:
@@ -172,7 +182,9 @@ def weigh_batch(
 
 def keep_if(present: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
     """Returns a value, or zero on a replica that has no rows."""
-    return value if present is None else tf.where(present, value, tf.zeros_like(value))
+    if present is None:
+        return value
+    return tf.where(present, value, tf.zeros_like(value))
 
 
 class ForwardPass(NamedTuple):
@@ -223,35 +235,39 @@ def compute_objectives(
         share_size = examples / shape.shares
     objectives = {}
     for name, objective in call_grad_pre(context, batch, output, loss).items():
-        loss_per_batch, extra_loss, variables, *logged = objective
-        total = sum_loss(context.components, loss_per_batch, batch)
-        extra = tf.cast(share_size, total.dtype) * tf.cast(extra_loss, total.dtype)
-        value = keep_if(present, (total + extra) / tf.cast(total_size, total.dtype))
-        loss_shape = getattr(loss_per_batch, "shape", tf.TensorShape([]))
+        total = sum_loss(context.components, objective.loss_per_batch, batch)
+        extra = tf.cast(share_size, total.dtype) * tf.cast(objective.extra_loss, total.dtype)
+        value = (total + extra) / tf.cast(total_size, total.dtype)
+        loss_shape = getattr(objective.loss_per_batch, "shape", tf.TensorShape([]))
         objectives[name] = ReplicaObjective(
-            value,
-            list(variables),
-            dict(*logged),
+            keep_if(present, value),
+            list(objective.variables),
+            dict(objective.logged),
             is_scalar=loss_shape.rank == 0,
-            has_unchanged_loss=loss_per_batch is loss,
+            has_unchanged_loss=objective.loss_per_batch is loss,
         )
     return ForwardPass(objectives, output, batch, loss, weight)
 
 
 def call_grad_pre(
     context: ForwardContext, batch: Batch, output: ModelOutput, loss: Structure
-) -> dict[str, Any]:
-    """Calls ``grad_pre``; returns its results by objective, in a turn only that of the turn."""
+) -> dict[str, Objective]:
+    """Calls ``grad_pre``.
+
+    Returns:
+        The objectives by name; in a turn only the objective whose turn it is.
+    """
     hook = context.hooks.grad_pre
     returned = hook.trace(loss=loss, output=output, batch=batch, **context.hook_values())
-    objective = context.objective
-    if objective is None:
-        return returned if isinstance(returned, dict) else {SINGLE_OBJECTIVE: returned}
+    turn_objective = context.objective
     if not isinstance(returned, dict):
-        return {objective: returned}
-    if objective not in returned:
-        raise hook.reject(f"returned {list(returned)} in the turn of '{objective}'.")
-    return {objective: returned[objective]}
+        name = SINGLE_OBJECTIVE if turn_objective is None else turn_objective
+        return {name: Objective(*returned)}
+    if turn_objective is None:
+        return {name: Objective(*objective) for name, objective in returned.items()}
+    if turn_objective not in returned:
+        raise hook.reject(f"returned {list(returned)} in the turn of '{turn_objective}'.")
+    return {turn_objective: Objective(*returned[turn_objective])}
 
 
 def forward_backward(
@@ -271,7 +287,9 @@ def forward_backward(
     components = context.components
 
     def find_offset() -> tf.Tensor:
-        rows = components.count_examples(share.batch) if share.rows is None else share.rows
+        rows = share.rows
+        if rows is None:
+            rows = components.count_examples(share.batch)
         return find_offset_in_share(rows, share.together)
 
     with weigh_by_rows(share.rows, share.present, share.together), place_rows(find_offset):
@@ -290,7 +308,9 @@ def forward_backward(
                 context, all_gradients, objective.variables
             )
         update_train_metrics(context, forward, share.present)
-    weight = [] if forward.weight is None else [forward.weight / components.shape.batch]
+    weight = []
+    if forward.weight is not None:
+        weight.append(forward.weight / components.shape.batch)
     contribution = Contribution(
         loss={name: objective.value for name, objective in forward.objectives.items()},
         gradients=gradients,
@@ -323,8 +343,10 @@ def _leave_out_unused(
             kept_variables.append(variable)
     # A quiet step may run another branch of the model than training does.
     if unused and not context.quiet:
-        more = " and others" if len(unused) > 5 else ""
-        message = f"the loss does not depend on {', '.join(unused[:5])}{more}: not updated."
+        names = ", ".join(unused[:5])
+        if len(unused) > 5:
+            names += " and others"
+        message = f"the loss does not depend on {names}: not updated."
         if not kept_gradients:
             raise context.hooks.grad_pre.reject(message)
         warn(message)
@@ -352,7 +374,7 @@ def settle_written(
     present: tf.Tensor | None,
     rows_of_all: tf.Tensor,
 ) -> Contribution:
-    """Weighs what a micro-batch wrote to variables by the rows of the replica.
+    """Weighs the values that a micro-batch wrote to variables by the rows of the replica.
 
     A moving statistic of each replica's own batch is averaged over the replicas later. With r of R
     rows on one of N replicas it moves N r / R times as far, so that every example has the same
@@ -362,7 +384,7 @@ def settle_written(
     Args:
         components: of the step
         contribution: returned by ``forward_backward``
-        before: what the written variables held before it, see ``read_written``
+        before: the values of the written variables before it, see ``read_written``
         rows, present, rows_of_all: see ``batches.Share``
 
     Returns:

@@ -1,22 +1,33 @@
 """Refuses functions that must not be called for a loss, because they make weights wrong silently.
 
-A function may be imported under any name, and be called by any other. The traceback of an op names
-the functions that made it, so the ops of a trace tell whether they were called, and where.
+A function can be imported under any name, and be called by any other function. The traceback of an
+op names the functions that created it, so the ops of a trace tell whether and where it was called.
 """
+
+from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from ctl_core.hooks.hooks import Hooks
-from ctl_core.run.errors import ENGINE, NOT_THE_USERS, SetupError, format_file_name, read_calls
+from ctl_core.run.errors import (
+    ENGINE,
+    NOT_THE_USERS,
+    GraphOp,
+    SetupError,
+    format_file_name,
+    read_calls,
+)
 
-# What TensorFlow's tutorial on distributed loops scales losses with, and what replaces it.
+# The functions that TensorFlow's tutorial on distributed loops scales losses with, and the values
+# to return in place of theirs.
 _SCALED = {
     "compute_average_loss": "one number per example: the engine divides by the global batch size",
     "scale_regularization_loss": "the unscaled sum: the engine counts extra_loss once",
 }
-_DIVISIONS = ("DivNoNan", "RealDiv")  # the ops that these two functions end with
+# The ops that these two functions end with.
+_DIVISIONS = ("DivNoNan", "RealDiv")
 _EXCHANGES = ("all_reduce", "all_gather")
 _COLLECTIVES = [
     str(Path(ENGINE, "cluster", f"{name}.py")) for name in ("collectives", "replica_contexts")
@@ -24,10 +35,19 @@ _COLLECTIVES = [
 _METRICS = str(Path(ENGINE, "model", "metrics.py"))
 _MODEL = str(Path(ENGINE, "model", "forward.py")), "call_model"
 
-Call = tuple[str, int, str]  # file, line, function
+# A call of a stack: file, line and function.
+Call = tuple[str, int, str]
 
 
-def refuse_scaled_losses(hooks: Hooks, operations: Iterable[Any]) -> None:
+class TypedOp(GraphOp, Protocol):
+    """An operation of a graph (``tf.Operation``; TensorFlow is not imported here)."""
+
+    @property
+    def type(self) -> str:
+        """The name of the kind of operation."""
+
+
+def refuse_scaled_losses(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
     """Refuses TensorFlow's functions that divide a loss, which the engine would divide again.
 
     Args:
@@ -47,15 +67,15 @@ def refuse_scaled_losses(hooks: Hooks, operations: Iterable[Any]) -> None:
             )
 
 
-def refuse_exchanges(hooks: Hooks, operations: Iterable[Any]) -> None:
+def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
     """Refuses exchanges of replicas for a loss that is computed in micro-batches.
 
-    They would bring together the rows of one micro-batch, not those of the batch. A layer of the
-    model may add up statistics: those of a micro-batch are what it normalizes with.
+    They would bring together the rows of one micro-batch, rather than those of the batch. A layer
+    of the model may sum statistics over replicas: it normalizes with those of a micro-batch.
 
     Args:
         hooks: of the run, which has ``accumulate_steps``
-        operations: of a graph in which the hooks were traced, by a ``LoneReplica``
+        operations: of a graph in which the hooks were traced on a ``LoneReplica``
 
     Raises:
         SetupError: a hook, or the loss, exchanges something; the message has the line of the call.
@@ -63,10 +83,9 @@ def refuse_exchanges(hooks: Hooks, operations: Iterable[Any]) -> None:
     identities = (op for op in operations if op.type == "Identity")
     for calls, index in _find_calls(hooks, identities, _EXCHANGES):
         file, _, name = calls[index]
-        is_layers = (
-            any((file, function) == _MODEL for file, _, function in calls) and name == "all_reduce"
-        )
-        if file in _COLLECTIVES and not is_layers and not _is_in_keras(calls[:index]):
+        is_sum_of_layer = name == "all_reduce" and _is_in_model(calls)
+        is_of_hook = not is_sum_of_layer and not _is_in_keras(calls[:index])
+        if file in _COLLECTIVES and is_of_hook:
             raise SetupError(
                 f"{_locate(hooks, calls[:index])}: {name} brings together the rows of one "
                 "micro-batch only, so the loss would depend on accumulate_steps; leave that out."
@@ -74,40 +93,57 @@ def refuse_exchanges(hooks: Hooks, operations: Iterable[Any]) -> None:
 
 
 def _find_calls(
-    hooks: Hooks, operations: Iterable[Any], functions: Collection[str]
+    hooks: Hooks, operations: Iterable[TypedOp], functions: Collection[str]
 ) -> Iterator[tuple[list[Call], int]]:
-    """Yields the calls that made an op, and the index of the first one of such a function.
+    """Yields the stack of each op that one of some functions created.
 
-    What was called for metrics, which train nothing, is left out.
+    Calls for metrics are left out, because these train nothing.
+
+    Args:
+        hooks: of the run
+        operations: the ops
+        functions: the names of the functions
+
+    Yields:
+        The calls of the stack, and the index of the first call of one of the functions.
     """
     for op in operations:
         calls = read_calls(op)
-        index = next((i for i, call in enumerate(calls) if call[2] in functions), None)
-        if index is not None and not _is_for_metrics(hooks, calls):
-            yield calls, index
+        indices = [index for index, call in enumerate(calls) if call[2] in functions]
+        if indices and not _is_for_metrics(hooks, calls):
+            yield calls, indices[0]
 
 
 def _is_for_metrics(hooks: Hooks, calls: list[Call]) -> bool:
+    """Returns whether calls update metrics."""
     frames = [(file, line) for file, line, _ in calls]
     return hooks.metric_pre.has_frame(frames) or any(file == _METRICS for file, _ in frames)
 
 
+def _is_in_model(calls: list[Call]) -> bool:
+    """Returns whether calls run the model."""
+    return any((file, function) == _MODEL for file, _, function in calls)
+
+
 def _is_in_keras(calls: list[Call]) -> bool:
-    """Returns whether the last of these calls, but for those of AutoGraph, is in Keras."""
+    """Returns whether the last of these calls, apart from those of AutoGraph, is in Keras."""
     files = [file for file, _, _ in calls if "autograph" not in file]
     return str(Path("keras", "src")) in files[-1]
 
 
 def _locate(hooks: Hooks, calls: list[Call]) -> str:
-    """Returns ``create_loss (callbacks.py:31)``: the hook, and the user's line of the last call."""
+    """Returns ``create_loss (callbacks.py:31)``: the hook, and the last line of the user's."""
     frames = [(file, line) for file, line, _ in calls]
     owner = hooks.find_hook(frames)
-    if owner is None:
-        is_in_model = any((file, function) == _MODEL for file, _, function in calls)
-        owner = hooks.create_model if is_in_model else hooks.create_loss
+    if owner is None and _is_in_model(calls):
+        owner = hooks.create_model
+    elif owner is None:
+        owner = hooks.create_loss
     lines = [
         f"{format_file_name(file)}:{line}"
         for file, line in frames
-        if not any(part in file for part in NOT_THE_USERS)
+        if not any(place in file for place in NOT_THE_USERS)
     ]
-    return f"{owner.name} ({lines[-1]})" if lines else str(owner)
+    if not lines:
+        return str(owner)
+    return f"{owner.name} ({lines[-1]})"

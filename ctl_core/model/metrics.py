@@ -1,9 +1,9 @@
-"""Keras metrics that hooks make: updated in the graph, and read."""
+"""Updates the Keras metrics of hooks in graphs, and reads their results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -12,49 +12,64 @@ import tensorflow as tf
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.components import Components, ForwardContext
 from ctl_core.run.errors import HookFailed, format_error
+from ctl_core.types import Structure
 
 if TYPE_CHECKING:
     from ctl_core.model.forward import ForwardPass
 
-Metrics = Mapping[str, keras.Metric]
+Metrics: TypeAlias = Mapping[str, keras.Metric]
+
+# The arguments of ``update_state``: a tuple or list of them, or a single one.
+UpdateArguments: TypeAlias = Structure
 
 
-def update_metrics(metrics: Metrics, hook: Hook, arguments: Any, present: tf.Tensor | None) -> None:
-    """Updates metrics with what a hook returned, unless a replica has no rows.
+def update_metrics(
+    metrics: Metrics,
+    hook: Hook,
+    returned: UpdateArguments | Mapping[str, UpdateArguments],
+    present: tf.Tensor | None,
+) -> None:
+    """Updates metrics with the values that a hook returned, unless a replica has no rows.
 
     Args:
-        metrics, hook: by name; the hook that returned ``arguments``
-        arguments: those of ``update_state`` for all metrics, or a dict of such by metric
-        present: whether the replica has rows, a scalar bool; None: that is sure
+        metrics: the metrics by name
+        hook: the hook that returned the values, for messages
+        returned: the arguments of ``update_state`` for all metrics, or a dict of them by metric
+        present: whether the replica has rows, a bool scalar; None if that is certain
 
     Raises:
-        HookFailed: a metric refuses its arguments, or there is none of a name.
+        HookFailed: a metric refuses its arguments, or there is no metric of a name.
     """
-    if not isinstance(arguments, Mapping):
-        arguments = dict.fromkeys(metrics, arguments)
-    for name, own in arguments.items():
+    if isinstance(returned, Mapping):
+        arguments_by_metric = returned
+    else:
+        arguments_by_metric = dict.fromkeys(metrics, returned)
+    for name, arguments in arguments_by_metric.items():
         if name not in metrics:
             raise HookFailed(f"{hook}: '{name}' is none of the metrics {', '.join(metrics)}.")
-        values = own if isinstance(own, tuple | list) else (own,)
+        if not isinstance(arguments, tuple | list):
+            arguments = (arguments,)
         try:
-            update_if(present, metrics[name].update_state, *widen(metrics[name], values))
+            update_if(present, metrics[name].update_state, *widen(metrics[name], arguments))
         except Exception as error:
-            said = f"the metric '{name}' refuses what it returned: {format_error(error)}"
-            raise HookFailed(f"{hook}: {said}") from error
+            raise HookFailed(
+                f"{hook}: the metric '{name}' refuses what it returned: {format_error(error)}"
+            ) from error
 
 
-def widen(metric: keras.Metric, arguments: Sequence[Any]) -> Sequence[Any]:
-    """Returns two vectors [b], of true and predicted values, as [b, 1] to a metric of Keras.
+def widen(metric: keras.Metric, arguments: Sequence[Structure]) -> Sequence[Structure]:
+    """Gives vectors [b] of labels and predictions the shape [b, 1], for a metric of Keras.
 
-    Keras would take a vector for one example, and its mean for that example's value.
+    Keras would treat a vector as one example, whose value is the mean of the vector.
     """
-    pair = [part for part in arguments[:2] if tf.is_tensor(part) and part.shape.rank == 1]
-    if len(pair) < 2 or not type(metric).update_state.__module__.startswith("keras."):
+    vectors = [value for value in arguments[:2] if tf.is_tensor(value) and value.shape.rank == 1]
+    is_of_keras = type(metric).update_state.__module__.startswith("keras.")
+    if len(vectors) < 2 or not is_of_keras:
         return arguments
-    return [*(tf.expand_dims(part, 1) for part in pair), *arguments[2:]]
+    return [*(tf.expand_dims(vector, 1) for vector in vectors), *arguments[2:]]
 
 
-def update_if(present: tf.Tensor | None, update: Callable[..., Any], *values: Any) -> None:
+def update_if(present: tf.Tensor | None, update: Callable[..., Any], *values: Structure) -> None:
     """Updates a metric, unless this replica has no rows: a placeholder batch counts nowhere."""
     if present is None:
         update(*values)
@@ -69,9 +84,9 @@ def update_if(present: tf.Tensor | None, update: Callable[..., Any], *values: An
 def update_train_metrics(
     context: ForwardContext, forward: ForwardPass, present: tf.Tensor | None
 ) -> None:
-    """Adds the examples of a replica to the training metrics and to the means of logged parts.
+    """Adds the examples of a replica to the training metrics and to the means of logged values.
 
-    A logged part is one number per example, or one number for all examples of the replica.
+    A logged value is one number per example, or one number for all examples of the replica.
     """
     components = context.components
     if components.train_metrics:
@@ -85,7 +100,7 @@ def update_train_metrics(
     # While variables are created there are no such means yet: their names are not known.
     if not isinstance(components, Components):
         return
-    logged: dict[str, Any] = {}
+    logged: dict[str, tf.Tensor] = {}
     for objective in forward.objectives.values():
         logged |= objective.logged
     for name, value in logged.items():
@@ -95,8 +110,8 @@ def update_train_metrics(
 
 
 def _select_train_metrics(
-    metrics: Metrics, hook: Hook, arguments: Mapping[str, Any]
-) -> dict[str, Any]:
+    metrics: Metrics, hook: Hook, arguments: Mapping[str, UpdateArguments]
+) -> dict[str, UpdateArguments]:
     """Returns the arguments of the training metrics from what ``metric_pre`` returned for all.
 
     Raises:
@@ -132,7 +147,8 @@ def read_results(metrics: Metrics) -> Results:
     return results
 
 
-def _add_result(results: Results, name: str, value: Any) -> None:
+def _add_result(results: Results, name: str, value: Structure) -> None:
+    """Adds the scalars, or the array, of a metric's result."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             _add_result(results, f"{name}/{key}", entry)
@@ -147,11 +163,11 @@ def _add_result(results: Results, name: str, value: Any) -> None:
         results.arrays[name] = array
 
 
-def name_scalars(name: str, value: Any) -> list[str]:
+def name_scalars(name: str, value: Structure) -> list[str]:
     """Returns the names of the scalars of a metric's result, see ``Results``.
 
     Args:
-        name: of the metric
+        name: the name of the metric
         value: its result, which may be a tensor of a graph; only the shape matters
     """
     if isinstance(value, Mapping):

@@ -1,139 +1,249 @@
-"""Whether a loss that is one number, and a weight, are sums over a batch: before each training.
+"""Checks before training that losses, and weights of batches, are sums over a batch.
 
-A mean would make gradients smaller by the size of the batch. Nothing tells the two apart but their
-values: the gradient of a sum over a batch is that of the sums over its halves, that of a mean is
-half of it. The ratio decides, not equality: noise, smoothing and negatives out of the batch shift
-it.
+A loss that is one number could be a mean, which would make gradients smaller by the batch size.
+Only its values tell: the gradient of a sum over a batch equals the sum of the gradients of its
+halves; that of a mean is half of it. The ratio is compared, not equality, because noise, label
+smoothing and negatives from within the batch shift it.
 """
+
+from __future__ import annotations
 
 import collections
 from collections.abc import Iterable
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.compat import add_called_ops, get_seed_generator, run_replica
+from ctl_core.hooks.hooks import Hook
 from ctl_core.input.batches import count_rows, find_first_replica, take_rows
-from ctl_core.model.components import StepContext, TraceContext
+from ctl_core.model.components import SINGLE_OBJECTIVE, StepContext, TraceContext
 from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.forward import compute_objectives, run_model, weigh_batch
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.run.console import Console
+from ctl_core.types import Batch
 
-BATCHES, MOST_ROWS, WEIGHED = 3, 64, 8
-_WEIGHT = "batch_weight"  # among objectives
-DRAWS = 20  # of a loss that has noise of its own
-MEAN = 0.45, 0.55  # ratios of a mean, with noise and smoothing
-WHOLE = 0.85  # up to here, a loss is no sum over the examples
+# How many batches are tried, and how many rows of each.
+_BATCHES = 3
+_MAX_ROWS = 64
+# How many rows are weighed one by one.
+_MAX_WEIGHED_ROWS = 8
+# How many times a batch is tried if the loss draws random numbers.
+_DRAWS = 20
+# The ratio of a mean is 0.5; noise and smoothing shift it within these limits.
+_MIN_RATIO_OF_MEAN = 0.45
+_MAX_RATIO_OF_MEAN = 0.55
+# The ratio of a sum is 1. Up to this ratio, a loss is no sum over the examples.
+_MAX_RATIO_OF_WHOLE = 0.85
+
+
+class Comparison(NamedTuple):
+    """The result for a batch, and the sum of the results for its parts; both are squared.
+
+    Attributes:
+        together: the result for the batch
+        apart: the sum of the results for its halves, or for its rows
+    """
+
+    together: float | tf.Tensor
+    apart: float | tf.Tensor
+
+
+class Comparisons(NamedTuple):
+    """The comparisons of a batch with its parts.
+
+    Attributes:
+        losses: compares the norm of the gradient by objective
+        weight: compares the result of ``batch_weight``; None without that hook
+    """
+
+    losses: dict[str, Comparison]
+    weight: Comparison | None
+
+
+class Ratios(NamedTuple):
+    """The ratios of results for batches to those of their parts, one for each batch.
+
+    Attributes:
+        losses: by objective, NaN where there is no gradient
+        weights: of the results of ``batch_weight``
+    """
+
+    losses: dict[str, list[float]]
+    weights: list[float]
 
 
 def check_losses(state: State, console: Console) -> None:
-    """Tries the losses of some batches beside those of their halves, weights beside those of rows.
+    """Compares the losses of some batches with those of their halves, and weights with rows'.
 
-    Costs nothing where each example has a loss, and no hook weighs; otherwise small graphs and one
-    more call of ``create_dataset``. What cannot be tried gives no verdict. Nothing is changed. A
-    mean, or a weight that is no sum, is a SetupError.
+    Costs nothing if each example has a loss and no hook weighs batches. Otherwise it takes small
+    graphs and another call of ``create_dataset``. A batch that cannot be tried gives no verdict.
+    Nothing is changed.
+
+    Raises:
+        SetupError: a loss is a mean, or a weight is no sum.
     """
-    hooks = state.hooks
-    needs_trial = bool(state.components.scalar_losses) or hooks.batch_weight is not None
-    if not needs_trial or not state.components.shape.by_rows:
+    components = state.components
+    has_weight = state.hooks.batch_weight is not None
+    if not components.shape.by_rows or not (components.scalar_losses or has_weight):
         return
     try:
         with keep_seeds():
             ratios = _try_batches(state)
-    except Exception:  # the trial's own: half a batch may not do; training says what is wrong
+    except Exception:  # half a batch may not work; training reports any real problem
         return
-    for ratio in ratios.pop(_WEIGHT, []):
-        if hooks.batch_weight and (ratio < WHOLE or ratio * WHOLE > 1):
-            raise hooks.batch_weight.reject(
-                f"some examples together weigh {ratio:.2f} times what they do one by one; return a "
-                "sum, which may be 0, and no mean or maximum."
-            )
-    for objective, several in ratios.items():
-        hook = hooks.grad_pre
-        if objective in state.components.unchanged_losses:
-            hook = hooks.create_loss
-        ratio = np.median(several)
-        loss = f"the loss{f' of {objective!r}' * bool(objective)}"
-        found = f"a batch's gradient is {ratio:.2f} times that of its halves"
-        if MEAN[0] <= ratio <= MEAN[1]:
-            raise hook.reject(
-                f"{loss} is a mean: {found}; return one number per example (Keras: "
-                "reduction=None, of [b, 1])."
-            )
-        if MEAN[0] <= ratio <= WHOLE:
-            console.warn(
-                f"{hook}: {loss} is of a batch as a whole: {found}. It depends on devices, unless "
-                "these exchange what it is made of, by ctl_core.all_gather or all_reduce."
-            )
+    if state.hooks.batch_weight is not None:
+        for ratio in ratios.weights:
+            _check_weight(state.hooks.batch_weight, ratio)
+    for objective, loss_ratios in ratios.losses.items():
+        _check_loss(state, objective, float(np.median(loss_ratios)), console)
 
 
-def _try_batches(state: State) -> dict[str, list[float]]:
-    """Returns by objective the ratio of each batch, NaN where there is no gradient."""
+def _check_weight(hook: Hook, ratio: float) -> None:
+    """Refuses a ``batch_weight`` whose results are no sums over the examples."""
+    if ratio < _MAX_RATIO_OF_WHOLE or ratio * _MAX_RATIO_OF_WHOLE > 1:
+        raise hook.reject(
+            f"some examples together weigh {ratio:.2f} times what they do one by one; return a "
+            "sum, which may be 0, and no mean or maximum."
+        )
+
+
+def _check_loss(state: State, objective: str, ratio: float, console: Console) -> None:
+    """Refuses a loss that is a mean; warns of another one that is no sum over the examples."""
+    hook = state.hooks.grad_pre
+    if objective in state.components.unchanged_losses:
+        hook = state.hooks.create_loss
+    loss = "the loss"
+    if objective != SINGLE_OBJECTIVE:
+        loss += f" of {objective!r}"
+    evidence = f"a batch's gradient is {ratio:.2f} times that of its halves"
+    if _MIN_RATIO_OF_MEAN <= ratio <= _MAX_RATIO_OF_MEAN:
+        raise hook.reject(
+            f"{loss} is a mean: {evidence}; return one number per example (Keras: "
+            "reduction=None, of [b, 1])."
+        )
+    if _MIN_RATIO_OF_MEAN <= ratio <= _MAX_RATIO_OF_WHOLE:
+        console.warn(
+            f"{hook}: {loss} is of a batch as a whole: {evidence}. It depends on devices, unless "
+            "these exchange what it is made of, by ctl_core.all_gather or all_reduce."
+        )
+
+
+def _try_batches(state: State) -> Ratios:
+    """Compares some batches with their parts; restores the variables afterwards."""
     generator = get_seed_generator()
     context = TraceContext(state.components, quiet=True)
     strategy = state.strategy
 
     @tf.function(autograph=False)
-    def try_batch(batch: Any, half: int) -> dict[str, list[tf.Tensor]]:
+    def try_batch(batch: Batch, half: int) -> Comparisons:
         with LoneReplica(strategy, find_first_replica(strategy)), run_replica(generator):
-            return measure(context, batch, half)
+            return compare_with_parts(context, batch, half)
 
-    batches = [batch for batch in state.data.make_pass().take(BATCHES) if count_rows(batch) > 1]
-    tried = [(batch, min(int(count_rows(batch)), MOST_ROWS) // 2) for batch in batches]
-    found: dict[str, list[float]] = {}
+    tried = []
+    for batch in state.data.make_pass().take(_BATCHES):
+        rows = int(count_rows(batch))
+        if rows > 1:
+            tried.append((batch, min(rows, _MAX_ROWS) // 2))
+    ratios = Ratios(collections.defaultdict(list), [])
     with strategy.scope():
         graph = try_batch.get_concrete_function(*tried[0]).graph
         copies = ReplicaCopies(strategy, state.recording.find_written(graph, strategy))
-        draws = DRAWS if has_random_ops(add_called_ops(graph.get_operations())) else 1
+        draws = 1
+        if has_random_ops(add_called_ops(graph.get_operations())):
+            draws = _DRAWS
         with copies.put_back_after():
             for batch, half in tried:
                 drawn = [try_batch(batch, half) for _ in range(draws)]
-                for name in drawn[0]:
-                    whole, halves = np.sum([one[name] for one in drawn], axis=0)
-                    found.setdefault(name, []).append(
-                        float(np.sqrt(whole / halves)) if halves else np.nan
-                    )
-    return found
+                for objective in drawn[0].losses:
+                    ratio = _divide([comparisons.losses[objective] for comparisons in drawn])
+                    ratios.losses[objective].append(ratio)
+                if drawn[0].weight is not None:
+                    ratios.weights.append(_divide([comparisons.weight for comparisons in drawn]))
+    return ratios
 
 
-def measure(context: StepContext, batch: Any, half: int) -> dict[str, list[Any]]:
-    """Measures, squared, the gradient's norm by objective, and a weight: of rows, and of parts."""
+def _divide(comparisons: list[Comparison]) -> float:
+    """Returns the ratio of the result for a batch to that of its parts, over all draws."""
+    together, apart = np.sum(comparisons, axis=0)
+    if apart == 0:
+        return np.nan
+    return float(np.sqrt(together / apart))
 
-    def take(first: int, rows: int) -> Any:
-        return tf.nest.map_structure(lambda part: take_rows(part, first, rows), batch)
 
-    def weigh(turn: StepContext, first: int, rows: int) -> tf.Tensor:
-        part = take(first, rows)
-        output = run_model(turn, part, training=True) if needs_output else None
-        return tf.cast(weigh_batch(turn, part, output, None), tf.float64)
+def compare_with_parts(context: StepContext, batch: Batch, half: int) -> Comparisons:
+    """Compares the first rows of a batch with their halves, in a graph.
 
-    needs_output = "output" in getattr(context.hooks.batch_weight, "arguments", ())
-    found: dict[str, list[Any]] = collections.defaultdict(lambda: [0.0, 0.0])
-    compared = [take(0, 2 * half)], [take(0, half), take(half, half)]
-    scalar_losses = context.components.scalar_losses
+    Args:
+        context: of a step, without a turn
+        batch: the batch
+        half: how many rows a half has
+    """
+    losses: dict[str, Comparison] = {}
+    weight = None
     for turn in context.list_turns():
-        for i, batches in enumerate(compared if scalar_losses else ()):
-            with tf.GradientTape(persistent=True) as tape:
-                tried = [compute_objectives(turn, one, 1, 0).objectives for one in batches]
-                totals = {
-                    name: tf.add_n([objectives[name].value for objectives in tried])
-                    for name in scalar_losses & tried[0].keys()
-                }
-            for name, total in totals.items():
-                gradients = tape.gradient(total, tried[0][name].variables)
-                found[name][i] += tf.cast(tf.linalg.global_norm(gradients), tf.float64) ** 2
+        if context.components.scalar_losses:
+            halves = [_take(batch, 0, half), _take(batch, half, half)]
+            together = _measure_gradients(turn, [_take(batch, 0, 2 * half)])
+            apart = _measure_gradients(turn, halves)
+            for objective in together:
+                comparison = Comparison(together[objective], apart[objective])
+                losses[objective] = _add(losses.get(objective), comparison)
         if context.hooks.batch_weight is not None:
-            rows = min(2 * half, WEIGHED)
-            found[_WEIGHT][0] += weigh(turn, 0, rows) ** 2
-            found[_WEIGHT][1] += tf.add_n([weigh(turn, n, 1) for n in range(rows)]) ** 2
-    return dict(found)
+            rows = min(2 * half, _MAX_WEIGHED_ROWS)
+            weight = _add(weight, _compare_weight(turn, batch, rows))
+    return Comparisons(losses, weight)
 
 
-def has_random_ops(operations: Iterable[Any]) -> bool:
-    """Whether some of the ops of graphs draw random numbers."""
+def _add(total: Comparison | None, comparison: Comparison) -> Comparison:
+    """Adds the comparison of a turn to those of the turns before, if there are any."""
+    if total is None:
+        return comparison
+    return Comparison(total.together + comparison.together, total.apart + comparison.apart)
+
+
+def _take(batch: Batch, first: int, rows: int) -> Batch:
+    """Returns some rows of a batch."""
+    return tf.nest.map_structure(lambda tensor: take_rows(tensor, first, rows), batch)
+
+
+def _measure_gradients(context: StepContext, batches: list[Batch]) -> dict[str, tf.Tensor]:
+    """Returns by objective the squared norm of the gradient of the sum of the batches' losses."""
+    scalar_losses = context.components.scalar_losses
+    with tf.GradientTape(persistent=True) as tape:
+        tried = [compute_objectives(context, batch, 1, 0).objectives for batch in batches]
+        totals = {
+            objective: tf.add_n([objectives[objective].value for objectives in tried])
+            for objective in scalar_losses & tried[0].keys()
+        }
+    norms = {}
+    for objective, total in totals.items():
+        gradients = tape.gradient(total, tried[0][objective].variables)
+        norms[objective] = tf.cast(tf.linalg.global_norm(gradients), tf.float64) ** 2
+    return norms
+
+
+def _compare_weight(context: StepContext, batch: Batch, rows: int) -> Comparison:
+    """Compares the weight of some rows of a batch with the sum of their weights."""
+    together = _weigh(context, _take(batch, 0, rows))
+    one_by_one = [_weigh(context, _take(batch, row, 1)) for row in range(rows)]
+    return Comparison(together**2, tf.add_n(one_by_one) ** 2)
+
+
+def _weigh(context: StepContext, batch: Batch) -> tf.Tensor:
+    """Returns the weight of a batch; runs the model only if ``batch_weight`` takes its output."""
+    hook = context.hooks.batch_weight
+    output = None
+    if hook is not None and "output" in hook.arguments:
+        output = run_model(context, batch, training=True)
+    return tf.cast(weigh_batch(context, batch, output, None), tf.float64)
+
+
+def has_random_ops(operations: Iterable[tf.Operation]) -> bool:
+    """Returns whether any op of some graphs draws random numbers."""
     kinds = ("Random", "TruncatedNormal", "Multinomial")
     return any(kind in op.type for op in operations for kind in kinds)

@@ -40,8 +40,17 @@ def imported(path: Path, everywhere: bool = False) -> set[str]:
                 assert node.module
                 name = node.module.removeprefix("ctl_core").removeprefix(".")
                 several = {f"{name}.{alias.name}".lstrip(".") for alias in node.names}
-                found |= several & modules().keys() or {name} & modules().keys()
+                found |= (
+                    several & modules().keys()
+                    or {name} & modules().keys()
+                    or list_modules_of_packages({name, *several} - {""})
+                )
     return found
+
+
+def list_modules_of_packages(packages: set[str]) -> set[str]:
+    """The modules of packages: whoever imports a name from a package imports all of them."""
+    return {module for module in modules() if module.rpartition(".")[0] in packages}
 
 
 def reach(name: str) -> set[str]:
@@ -79,6 +88,28 @@ def test_the_tests_that_documents_name_are_there() -> None:
         gone = {*re.findall(r"\btest_\w+", text)} - files - {name for name, _ in links}
         assert gone == set(), page
     assert linked > 20
+
+
+def test_only_compat_uses_private_names_of_other_packages() -> None:
+    """Neither their modules that are not public, nor attributes with an underscore."""
+    private_modules = re.compile(r"(keras\.src|tensorflow\.(python|core|compiler))\b")
+    public = {"_replace", "_asdict", "_exit"}  # of named tuples, and of os
+    wrong = []
+    for name, path in modules().items():
+        if name.startswith("compat."):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            imports = []
+            if isinstance(node, ast.ImportFrom):
+                imports = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                imports = [alias.name for alias in node.names]
+            wrong += [f"{name}: {module}" for module in imports if private_modules.match(module)]
+            if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+                owner = ast.unparse(node.value)
+                if owner not in ("self", "cls") and node.attr not in public:
+                    wrong.append(f"{name}:{node.lineno} {owner}.{node.attr}")
+    assert wrong == []
 
 
 def test_the_supervisor_and_the_command_line_need_no_tensorflow() -> None:

@@ -1,15 +1,17 @@
 """What the engine does with private names of TensorFlow, where no training would show a change.
 
-The other names of ``ctl_core/compat.py`` are held by what trains: see ``make test-compat``.
+The other names of ``ctl_core/compat`` are held by what trains: see ``make test-compat``.
 """
 
 from pathlib import Path
 from typing import Any
 
 import keras
+import pytest
 import tensorflow as tf
 
 from ctl_core import compat
+from ctl_core.run.errors import SetupError
 
 
 def test_is_tuned() -> None:
@@ -19,6 +21,189 @@ def test_is_tuned() -> None:
         assert not compat.is_tuned(plain.zip(numbers))
     for tuned in (numbers.map(lambda x: x, auto), numbers.batch(2, num_parallel_calls=auto)):
         assert compat.is_tuned(tuned.repeat().prefetch(2))
+
+
+def test_stages_of_pipelines(tmp_path: Path) -> None:
+    numbers = tf.data.Dataset.range(4)
+    shuffled = numbers.shuffle(4)
+    cached = numbers.cache(str(tmp_path / "cache"))
+    saved = numbers.snapshot(str(tmp_path / "snapshot"))
+    stages = {"plain": numbers, "shuffle": shuffled, "cache": cached, "snapshot": saved}
+    is_true = {
+        check.__name__: [
+            name for name, stage in stages.items() if any(map(check, compat.list_stages(stage)))
+        ]
+        for check in (compat.is_shuffle, compat.draws_random_numbers, compat.is_snapshot)
+    }
+    assert is_true["is_shuffle"] == is_true["draws_random_numbers"] == ["shuffle"]
+    assert is_true["is_snapshot"] == ["snapshot"]
+    assert not compat.is_shuffle(tf.data.Dataset.random(1))
+    assert compat.draws_random_numbers(tf.data.Dataset.random(1))
+    assert compat.read_cache_file(cached) == str(tmp_path / "cache")
+    assert compat.read_cache_file(numbers.cache()) == ""
+    assert compat.read_cache_file(numbers) is None
+    assert [id(stage) for stage in compat.list_stages(shuffled)] == [id(shuffled), id(numbers)]
+
+
+def test_graphs_of_functions_of_stages() -> None:
+    numbers = tf.data.Dataset.range(4)
+    (graph,) = compat.find_graphs(numbers.map(lambda x: x * 2))
+    assert "Mul" in {op.type for op in graph.get_operations()}
+    assert compat.find_graphs(numbers) == []
+
+
+def test_mixtures_that_go_on() -> None:
+    both = [tf.data.Dataset.range(4), tf.data.Dataset.range(2)]
+    for stops in (True, False):
+        mixed = tf.data.Dataset.sample_from_datasets(both, stop_on_empty_dataset=stops)
+        assert all(map(compat.stops_on_empty_dataset, compat.list_stages(mixed))) is stops
+
+
+def test_position_of_iterator() -> None:
+    """Restored in another iterator, it gives the elements that the first one has left."""
+    dataset = tf.data.Dataset.range(6).shuffle(6, seed=3)
+    first, second = iter(dataset), iter(dataset)
+    next(first)
+    compat.restore_position(second, compat.read_position(first))
+    assert [int(number) for number in second] == [int(number) for number in first]
+
+
+@pytest.mark.parametrize(
+    "dataset, draws",
+    [
+        (tf.data.Dataset.range(6), 0),
+        (tf.data.Dataset.range(6).shuffle(6).shuffle(3), 2),
+        (tf.data.Dataset.range(6).apply(tf.data.experimental.shuffle_and_repeat(6)), 1),
+        (tf.data.Dataset.random(1), 1),
+        (tf.data.Dataset.range(2).cache().repeat(), 1),
+    ],
+)
+def test_draws_in_saved_positions(dataset: tf.data.Dataset, draws: int, tmp_path: Path) -> None:
+    iterator = iter(dataset)
+    for _ in range(3):  # the third element is out of the full cache
+        next(iterator)
+    file = str(tmp_path / "position")
+    tf.raw_ops.SaveV2(
+        prefix=file,
+        tensor_names=["0"],
+        shape_and_slices=[""],
+        tensors=[compat.read_position(iterator)],
+    )
+    content = Path(f"{file}.data-00000-of-00001").read_bytes()
+    assert compat.count_saved_draws(content) == draws
+
+
+def test_new_layers_are_watched_and_hidden() -> None:
+    class WithoutInit(keras.Layer):
+        def __init__(self) -> None:
+            pass
+
+    outer: list[keras.Layer] = []
+    inner: list[keras.Layer] = []
+    with compat.watch_new_layers(outer.append):
+        first = keras.layers.Dense(1)
+        with compat.watch_new_layers(inner.append):
+            second = WithoutInit()
+        with compat.hide_new_layers():
+            keras.layers.Dense(1)
+    keras.layers.Dense(1)
+    assert list(map(id, outer)) == [id(first), id(second)]
+    assert list(map(id, inner)) == [id(second)]
+
+
+def test_layers_of_models() -> None:
+    inner = keras.layers.Dense(1)
+    model = keras.Sequential([keras.Sequential([inner])])
+    layers = compat.flatten_layers(model)
+    assert layers[0] is model and inner in layers
+    assert compat.flatten_layers(lambda batch: batch) == []
+
+
+def test_names_of_random_generators() -> None:
+    of_keras = keras.random.SeedGenerator(1).state
+    of_tensorflow = tf.random.Generator.from_seed(1).state
+    assert compat.is_keras_generator(of_keras.value.name)
+    assert compat.is_tf_generator(f"create_model/{of_tensorflow.name}")
+    other = tf.Variable(1.0, name="state")
+    assert not compat.is_keras_generator(other.name)
+    assert not compat.is_tf_generator(f"create_model/{other.name}")
+
+
+def test_names_of_keras_start_again() -> None:
+    name = keras.layers.Dense(1).name
+    with compat.name_anew():
+        assert keras.layers.Dense(1).name == "dense"
+    assert keras.layers.Dense(1).name not in (name, "dense")
+
+
+def test_optimizers_are_not_reduced_or_refused() -> None:
+    """Only within the context."""
+    optimizer = keras.optimizers.SGD(1.0)
+    assert float(compat.read_rate(optimizer)) == 1.0
+    assert compat.read_rate(object()) is None  # type: ignore[arg-type]
+    variable = keras.Variable(3.0)
+    pairs = [(tf.constant(1.0), variable)]
+    with compat.skip_reduction():
+        assert optimizer._all_reduce_sum_gradients(pairs) is pairs
+    with compat.refuse_optimizers("no update"), pytest.raises(SetupError, match="no update"):
+        optimizer.apply_gradients(pairs)
+    assert float(variable) == 3.0
+    optimizer.apply_gradients(pairs)
+    assert float(variable) == 2.0
+
+
+def test_groups_of_optimizers_take_some_of_their_variables() -> None:
+    """An update of one device: Keras' own asks for a gradient for each variable."""
+    variables = [keras.Variable(3.0), keras.Variable(3.0)]
+    first, second = keras.optimizers.SGD(1.0), keras.optimizers.SGD(2.0)
+    optimizer = keras.optimizers.MultiOptimizer(
+        lambda variable: first if variable is variables[0] else second
+    )
+    optimizer.build(variables)
+    with compat.update_device(tf.distribute.get_strategy(), 0):
+        optimizer.apply([tf.constant(1.0)], variables[1:])
+    assert [float(variable) for variable in variables] == [3.0, 1.0]
+
+
+def test_managers() -> None:
+    checkpoint, other = tf.train.Checkpoint(), tf.train.Checkpoint()
+    manager = tf.train.CheckpointManager(checkpoint, "unused", max_to_keep=3)
+    assert compat.read_max_to_keep(manager) == 3
+    with compat.hold_objects(manager, other):
+        assert manager.checkpoint is other
+    assert manager.checkpoint is checkpoint
+
+
+def test_variables_of_replicas_convert() -> None:
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        variable = tf.Variable(2)
+    with compat.convert_variables():
+        assert (float(variable), int(variable)) == (2.0, 2)
+
+
+def test_variables_that_a_scratch_graph_uses() -> None:
+    used, unused = tf.Variable(1.0), tf.Variable(2.0)
+    with compat.make_scratch_graph("test").as_default() as graph:
+        used.read_value()
+    strategy = tf.distribute.get_strategy()
+    variables = compat.find_captured_variables(graph, strategy)
+    assert list(map(id, variables)) == [id(used)] and used is not unused
+
+
+def test_determinism_is_put_back() -> None:
+    before = compat.is_op_determinism_enabled()
+    with compat.keep_op_determinism():
+        tf.config.experimental.enable_op_determinism()
+        assert compat.is_op_determinism_enabled()
+    assert compat.is_op_determinism_enabled() == before
+
+
+def test_keras_draws_from_a_generator() -> None:
+    with compat.draw_from(keras.random.SeedGenerator(3)):
+        first = float(keras.random.uniform([]))
+    with compat.draw_from(keras.random.SeedGenerator(3)):
+        assert float(keras.random.uniform([])) == first
+        assert compat.get_seed_generator() is not None
 
 
 def test_written_resources() -> None:
@@ -88,6 +273,7 @@ def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
         read = tf.train.load_checkpoint(str(tmp_path / "a"))
         key = "x/_self_name_based_restores/.ATTRIBUTES/VARIABLE_VALUE"
         assert read.get_tensor(key) == value
+    assert checkpoint._traced is not None
     assert checkpoint._traced.experimental_get_tracing_count() == 1
 
 

@@ -1,0 +1,140 @@
+"""The only package that uses private names of TensorFlow and Keras.
+
+Import these functions from here; each module below has one subject. If a release of TensorFlow or
+Keras changes a private name, a test in tests/engine/test_compat.py fails, and its function is the
+place to mend.
+
+    patches.py       replaces attributes temporarily; has no private names itself
+    layers.py        keras.Layer: _flatten_layers, _losses, _get_call_context, __new__;
+                     scale_loss_for_distribution of losses; make_function_context of tf.function
+    optimizers.py    keras.Optimizer: _learning_rate, _all_reduce_sum_gradients,
+                     _distribution_strategy; MultiOptimizer: _var_key, _var_to_optimizer_idx;
+                     maybe_merge_call
+    randomness.py    the global state of Keras: the generator without a seed, the names of objects;
+                     the eager context: _seed, _rng; whether ops are deterministic; the names of the
+                     variables of random generators
+    graphs.py        FuncGraph: _watched_variables, _get_function, _variable_creator_stack; the
+                     resources that an op writes; the stack of AutoGraph; the eager context: _config
+    distribution.py  which replica writes summaries; the resource of a writer; float and int of a
+                     DistributedVariable; how a process joins a cluster, and which devices it has
+    checkpoints.py   Trackable and the object graph of a checkpoint; Checkpoint: _write;
+                     CheckpointManager: _max_to_keep, _checkpoint
+    datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
+                     _stop_on_empty_dataset, the names of the classes of stages; the tensors and the
+                     format of the position of an iterator
+"""
+
+from ctl_core.compat.checkpoints import (
+    GraphCheckpoint,
+    Node,
+    SavedObject,
+    hold_objects,
+    read_max_to_keep,
+    read_object_graph,
+    saves_itself,
+)
+from ctl_core.compat.datasets import (
+    count_saved_draws,
+    draws_random_numbers,
+    find_graphs,
+    find_inputs,
+    is_shuffle,
+    is_snapshot,
+    is_tuned,
+    list_stages,
+    read_cache_file,
+    read_position,
+    restore_position,
+    stops_on_empty_dataset,
+)
+from ctl_core.compat.distribution import (
+    GraphWriter,
+    convert_variables,
+    cut_join,
+    enter_replica_context,
+    list_cpu_devices,
+    mute_other_summaries,
+)
+from ctl_core.compat.graphs import (
+    add_called_ops,
+    find_captured_variables,
+    find_written_resources,
+    keep_large_sums_whole,
+    leave_creator_scopes,
+    make_scratch_graph,
+    read_translated_stack,
+)
+from ctl_core.compat.layers import (
+    flatten_layers,
+    hide_new_layers,
+    read_added_losses,
+    run_layers,
+    run_replica,
+    separate_losses,
+    watch_new_layers,
+)
+from ctl_core.compat.optimizers import read_rate, refuse_optimizers, skip_reduction, update_device
+from ctl_core.compat.randomness import (
+    draw_from,
+    get_seed_generator,
+    is_keras_generator,
+    is_op_determinism_enabled,
+    is_tf_generator,
+    keep_op_determinism,
+    keep_op_seed,
+    name_anew,
+)
+
+__all__ = [
+    "GraphCheckpoint",
+    "GraphWriter",
+    "Node",
+    "SavedObject",
+    "add_called_ops",
+    "convert_variables",
+    "count_saved_draws",
+    "cut_join",
+    "draw_from",
+    "draws_random_numbers",
+    "enter_replica_context",
+    "find_captured_variables",
+    "find_graphs",
+    "find_inputs",
+    "find_written_resources",
+    "flatten_layers",
+    "get_seed_generator",
+    "hide_new_layers",
+    "hold_objects",
+    "is_keras_generator",
+    "is_op_determinism_enabled",
+    "is_shuffle",
+    "is_snapshot",
+    "is_tf_generator",
+    "is_tuned",
+    "keep_large_sums_whole",
+    "keep_op_determinism",
+    "keep_op_seed",
+    "leave_creator_scopes",
+    "list_cpu_devices",
+    "list_stages",
+    "make_scratch_graph",
+    "mute_other_summaries",
+    "name_anew",
+    "read_added_losses",
+    "read_cache_file",
+    "read_max_to_keep",
+    "read_object_graph",
+    "read_position",
+    "read_rate",
+    "read_translated_stack",
+    "refuse_optimizers",
+    "restore_position",
+    "run_layers",
+    "run_replica",
+    "saves_itself",
+    "separate_losses",
+    "skip_reduction",
+    "stops_on_empty_dataset",
+    "update_device",
+    "watch_new_layers",
+]

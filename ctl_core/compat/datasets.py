@@ -1,0 +1,98 @@
+"""Private names of tf.data: the stages of a pipeline, and the position of an iterator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+# The classes of the stages that draw random numbers, others in each pass, and whose state is part
+# of a position.
+_DRAWING_STAGES = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
+
+# Matches, in the file of a position, the state of a drawing stage, and the state of a full cache in
+# memory. The state of a stage is a serialized variant. Its metadata are their length in one or two
+# bytes, then the names of the stage and of its keys. The pattern cannot match the contents of a
+# buffer, such as texts of the user's, because of the header and the forbidden characters.
+_SAVED_DRAWS = re.compile(
+    rb"tensorflow::Iterator\x12..?Iterator::[^@\x00-\x1f]*"
+    rb"(:Shuffle@@|:ShuffleAndRepeat@@|:Random@@|@@[\w@]*cache_completed)",
+    re.DOTALL,
+)
+
+
+def read_position(iterator: tf.data.Iterator) -> tf.Tensor:
+    """Returns an iterator's position, a vector of variants, which are encoded when written."""
+    return iterator._serialize_to_tensors()["_STATE"]
+
+
+def restore_position(iterator: tf.data.Iterator, position: tf.Tensor) -> None:
+    """Moves an iterator to a position that ``read_position`` returned for another iterator."""
+    iterator._restore_from_tensors({"_STATE": position})
+
+
+def count_saved_draws(content: bytes) -> int:
+    """Returns of how many drawing stages, or full caches in memory, a position has the state.
+
+    Args:
+        content: the content of the file of tensors that a position was written to
+    """
+    return len(_SAVED_DRAWS.findall(content))
+
+
+def find_inputs(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns the datasets that a dataset reads."""
+    return list(dataset._inputs())
+
+
+def list_stages(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yields a dataset, and all datasets that it reads, directly or not."""
+    yield dataset
+    for source in find_inputs(dataset):
+        yield from list_stages(source)
+
+
+def find_graphs(dataset: tf.data.Dataset) -> list[tf.Graph]:
+    """Returns the graphs of the functions that a stage of a pipeline calls."""
+    return [function.function.graph for function in dataset._functions()]
+
+
+def stops_on_empty_dataset(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage ends with the first of its inputs that ends.
+
+    Only a mixture of datasets (``sample_from_datasets``) may continue with the others.
+    """
+    return getattr(stage, "_stop_on_empty_dataset", True) is not False
+
+
+def read_cache_file(stage: tf.data.Dataset) -> str | None:
+    """Returns the file of a cache, "" for a cache in memory; None for any other stage."""
+    if type(stage).__name__ != "CacheDataset":
+        return None
+    file_name: bytes = tf.get_static_value(tf.convert_to_tensor(stage._filename))
+    return file_name.decode()
+
+
+def is_snapshot(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage of a pipeline is a snapshot."""
+    return "Snapshot" in type(stage).__name__
+
+
+def is_shuffle(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage of a pipeline shuffles elements."""
+    return "Shuffle" in type(stage).__name__
+
+
+def draws_random_numbers(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage draws random numbers, and has a state that a position holds."""
+    return type(stage).__name__ in _DRAWING_STAGES
+
+
+def is_tuned(dataset: tf.data.Dataset) -> bool:
+    """Returns whether tf.data tunes the number of parallel calls of a stage of a pipeline."""
+    for stage in list_stages(dataset):
+        number = getattr(stage, "_num_parallel_calls", None)
+        if number is not None and tf.get_static_value(number) == tf.data.AUTOTUNE:
+            return True
+    return False

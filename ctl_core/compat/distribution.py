@@ -1,0 +1,126 @@
+"""Private names of replicas, of their summaries and of joining a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.eager import context
+from tensorflow.python.ops import summary_ops_v2
+
+from ctl_core.compat.patches import Scope, set_attributes, wrap_function
+
+
+@contextlib.contextmanager
+def enter_replica_context(replica_context: tf.distribute.ReplicaContext) -> Iterator[None]:
+    """Enters a replica context, even one that is entered already.
+
+    TensorFlow would also change which replica writes summaries; that stays as it is.
+    """
+    state = summary_ops_v2._summary_state
+    recording = state.is_recording_distribution_strategy
+    recording_outside = replica_context._summary_recording_distribution_strategy
+    try:
+        with replica_context:
+            state.is_recording_distribution_strategy = recording
+            yield
+    finally:
+        replica_context._summary_recording_distribution_strategy = recording_outside
+
+
+@contextlib.contextmanager
+def convert_variables() -> Iterator[None]:
+    """Makes ``float`` and ``int`` accept a variable that has a component on each replica."""
+    of_float = wrap_function(DistributedVariable, "__float__", _convert_to_float)
+    of_int = wrap_function(DistributedVariable, "__int__", _convert_to_int)
+    with of_float, of_int:
+        yield
+
+
+def _convert_to_float(of_tensorflow: Callable[..., float] | None, variable: tf.Variable) -> float:
+    return float(variable.numpy())
+
+
+def _convert_to_int(of_tensorflow: Callable[..., int] | None, variable: tf.Variable) -> int:
+    return int(variable.numpy())
+
+
+class GraphWriter(tf.summary.SummaryWriter):
+    """A writer for the summaries of a graph, which is opened when the first one is traced."""
+
+    def __init__(self, open_writer: Callable[[], tf.summary.SummaryWriter | None]) -> None:
+        """``open_writer`` returns None if the summaries are in the graph, but never written."""
+        self._open_writer = open_writer
+
+    @functools.cached_property
+    def _resource(self) -> tf.Tensor:
+        with tf.init_scope(), tf.device("CPU:0"):
+            writer = self._open_writer()
+            if writer is None:
+                return tf.raw_ops.SummaryWriter(shared_name="unopened", container="")
+            return writer._resource
+
+    def init(self) -> None:
+        """Does nothing: whoever opened the writer has initialized it."""
+
+    def flush(self) -> None:
+        """Does nothing: whoever opened the writer flushes it."""
+
+    def close(self) -> None:
+        """Does nothing: whoever opened the writer closes it."""
+
+
+@contextlib.contextmanager
+def mute_other_summaries(step: tf.Tensor, replica: int | tf.Tensor | None = None) -> Iterator[None]:
+    """Lets only the first replica write summaries.
+
+    TensorFlow itself decides this before the graph runs. Then the graphs of the other replicas are
+    simplified in another way, round differently, and the replicas' variables drift apart.
+
+    Args:
+        step: the number of the step, an integer scalar
+        replica: the number of the replica; None: of the replica that calls this
+    """
+    if replica is None:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+
+    def is_first() -> tf.Tensor:
+        # The minimum is 0, which TensorFlow cannot know.
+        return tf.equal(tf.cast(replica, step.dtype), tf.minimum(step, 0))
+
+    state = summary_ops_v2._summary_state
+    with set_attributes(state, is_recording_distribution_strategy=is_first):
+        yield
+
+
+def cut_join(seconds: float) -> Scope:
+    """Limits how long processes that join a cluster wait for a lost one, which is an hour."""
+    process_context = context.context()
+
+    def configure(*args: Any, **options: Any) -> None:
+        options["cluster_register_timeout_in_ms"] = int(1000 * seconds)
+        context.Context.configure_coordination_service(process_context, *args, **options)
+        process_context.coordination_service.cluster_register_with_barrier = True
+
+    return set_attributes(process_context, configure_coordination_service=configure)
+
+
+def list_cpu_devices(count: int) -> Scope:
+    """Lets MultiWorkerMirroredStrategy have ``count`` replicas on a CPU, instead of one."""
+    if count == 1:
+        return contextlib.nullcontext()
+
+    def initialize_devices(
+        _: tf.distribute.StrategyExtended,
+        resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        worker: str,
+    ) -> tuple[tuple[str, ...], str]:
+        return tuple(f"{worker}/device:CPU:{index}" for index in range(count)), "CPU"
+
+    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    return set_attributes(extended, _initialize_local_devices=initialize_devices)

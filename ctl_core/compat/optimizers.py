@@ -1,0 +1,164 @@
+"""Private names of Keras optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import keras
+import tensorflow as tf
+
+from ctl_core.compat.patches import Scope, replace_attribute, set_attributes, wrap_function
+from ctl_core.run.errors import SetupError
+from ctl_core.types import Gradient, Optimizer, Variable
+
+GradientsAndVariables = list[tuple[Gradient, Variable]]
+Reduce = Callable[[GradientsAndVariables], GradientsAndVariables]
+
+
+class _ThreadState(threading.local):
+    """The state of a thread; each replica is traced in a thread of its own.
+
+    Attributes:
+        reduce: sums gradients over replicas, in place of Keras' own function
+        device: replaces the strategy in optimizers
+    """
+
+    reduce: Reduce | None = None
+    device: _DeviceUpdate | None = None
+
+
+_thread = _ThreadState()
+
+
+def read_rate(optimizer: Optimizer) -> Any:
+    """Returns the schedule or variable that a Keras optimizer was created with, or None."""
+    if isinstance(optimizer, keras.Optimizer):
+        return optimizer._learning_rate
+    return None
+
+
+def skip_reduction() -> Scope:
+    """Keeps this thread's Keras optimizers from summing gradients, which are summed already."""
+    return _reduce_gradients_by(lambda grads_and_vars: grads_and_vars)
+
+
+def refuse_optimizers(message: str) -> Scope:
+    """Refuses to apply a Keras optimizer in this thread, with a SetupError of a message."""
+
+    def refuse(_: GradientsAndVariables) -> NoReturn:
+        raise SetupError(message)
+
+    return _reduce_gradients_by(refuse)
+
+
+@contextlib.contextmanager
+def _reduce_gradients_by(reduce: Reduce) -> Iterator[None]:
+    """Replaces how this thread's Keras optimizers, wherever they are, sum over replicas."""
+    method = wrap_function(
+        keras.optimizers.Optimizer, "_all_reduce_sum_gradients", _all_reduce_sum_gradients
+    )
+    with method, set_attributes(_thread, reduce=reduce):
+        yield
+
+
+def _all_reduce_sum_gradients(
+    of_keras: Callable[..., Any],
+    optimizer: keras.Optimizer,
+    grads_and_vars: GradientsAndVariables,
+) -> Any:
+    if _thread.reduce is None:
+        return of_keras(optimizer, grads_and_vars)
+    return _thread.reduce(grads_and_vars)
+
+
+class _DeviceUpdate:
+    """Replaces the strategy in a Keras optimizer that updates the variables of one device."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, index: int) -> None:
+        """``index`` is the number of the device among those of this process."""
+        self._strategy = strategy
+        self._index = index
+
+    @property
+    def extended(self) -> _DeviceUpdate:
+        return self
+
+    def update(
+        self,
+        variable: tf.Variable,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        group: bool = True,
+    ) -> Any:
+        """Calls a function with the component of a variable on the device."""
+        component = self._strategy.experimental_local_results(variable)[self._index]
+        with tf.device(component.device):
+            return function(component, *args)
+
+
+@contextlib.contextmanager
+def update_device(strategy: tf.distribute.Strategy, index: int) -> Iterator[None]:
+    """Makes this thread's Keras optimizers update the variables of one device, and no others.
+
+    For use in ``strategy.extended.update``. By itself, a Keras optimizer lets all replicas meet
+    before it updates (``merge_call``). They cannot meet under a condition (``tf.cond``), so it
+    could neither skip an update nor average its weights at every tenth step.
+    """
+    meeting = wrap_function(
+        tf.__internal__.distribute.interim, "maybe_merge_call", _maybe_merge_call
+    )
+    strategy_property = property(_get_strategy, _set_strategy)
+    strategy_of_optimizer = replace_attribute(
+        keras.optimizers.Optimizer, "_distribution_strategy", lambda _: strategy_property
+    )
+    by_variable = wrap_function(keras.optimizers.MultiOptimizer, "apply", _apply_by_variable)
+    device = _DeviceUpdate(strategy, index)
+    with meeting, strategy_of_optimizer, by_variable, set_attributes(_thread, device=device):
+        yield
+
+
+def _maybe_merge_call(
+    of_tensorflow: Callable[..., Any],
+    function: Callable[..., Any],
+    strategy: tf.distribute.Strategy,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    if _thread.device is None:
+        return of_tensorflow(function, strategy, *args, **options)
+    return function(_thread.device, *args, **options)
+
+
+def _get_strategy(optimizer: keras.Optimizer) -> tf.distribute.Strategy | _DeviceUpdate:
+    return _thread.device or vars(optimizer)["_distribution_strategy"]
+
+
+def _set_strategy(optimizer: keras.Optimizer, value: tf.distribute.Strategy) -> None:
+    vars(optimizer)["_distribution_strategy"] = value
+
+
+def _apply_by_variable(
+    of_keras: Callable[..., None],
+    optimizer: keras.optimizers.MultiOptimizer,
+    grads: Sequence[Gradient],
+    trainable_variables: Sequence[Variable] | None = None,
+) -> None:
+    """Replaces ``MultiOptimizer.apply``: accepts the gradients of only some of its variables.
+
+    Keras' own method requires a gradient for each variable that the optimizer was built with, even
+    for frozen ones.
+    """
+    if trainable_variables is None or not optimizer.built:
+        of_keras(optimizer, grads, trainable_variables)
+        return
+    pairs_by_optimizer: dict[int, GradientsAndVariables] = {}
+    for gradient, variable in zip(grads, trainable_variables, strict=True):
+        index = optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]
+        pairs_by_optimizer.setdefault(index, []).append((gradient, variable))
+    for index, pairs in sorted(pairs_by_optimizer.items()):
+        gradients, variables = zip(*pairs, strict=True)
+        optimizer.optimizers[index].apply(list(gradients), list(variables))
+    optimizer.iterations.assign_add(1)
