@@ -56,7 +56,7 @@ class InputPosition:
             has_snapshot(state.data.dataset) or bool(list_cache_files(state.data.dataset))
         )
         if reader is not None:
-            self._obstacle = reader.why_not
+            self._obstacle = reader.obstacle
         else:
             self._obstacle = find_outside_state(state.data.dataset)
 
