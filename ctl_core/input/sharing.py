@@ -313,7 +313,10 @@ def has_fixed_count(count_examples: Hook, spec: BatchSpec) -> bool:
         return False
     with tf.Graph().as_default():
         count = count_examples.trace(batch=make_placeholders(spec))
-        return count is not None and tf.get_static_value(tf.convert_to_tensor(count)) in sizes
+        if count is None:
+            return False
+        static_count = tf.get_static_value(tf.convert_to_tensor(count))
+    return static_count is not None and int(static_count) in sizes
 
 
 def _list_sizes(spec: BatchSpec) -> set[int | None]:
