@@ -31,14 +31,23 @@ UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
 _DRAWING_STAGES = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
 # Ops that have, or draw from, a state outside of the pipeline.
 _STATEFUL_OPS = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
-# Matches, in the file of a saved position, the state of a stage that draws random numbers, and the
-# state of a full cache. The state of a stage is a serialized variant. Its metadata are their length
-# in one or two bytes, then the names of the stage and of its keys. The pattern cannot match what a
-# buffer holds, such as the user's own texts, because of the header and the forbidden characters.
+# Matches, in the file of a saved position, the state of each stage that draws random numbers, and
+# the state of each full cache. The state of a stage is a serialized VariantTensorDataProto, which
+# begins with a type name and metadata. The pattern cannot match the elements in a shuffle buffer,
+# such as texts of the user, because of this header and because it forbids control characters.
 _SAVED_DRAWS = re.compile(
-    rb"tensorflow::Iterator\x12..?Iterator::[^@\x00-\x1f]*"
-    rb"(:Shuffle@@|:ShuffleAndRepeat@@|:Random@@|@@[\w@]*cache_completed)",
-    re.DOTALL,
+    rb"""
+    tensorflow::Iterator        # field 1 of the proto: the type name
+    \x12..?                     # the tag of field 2, the metadata; their length as a varint
+    Iterator::[^@\x00-\x1f]*    # the names of the stages from the last one of the pipeline to this
+    (
+        :Shuffle@@              # this stage is a shuffle,
+      | :ShuffleAndRepeat@@
+      | :Random@@               # or draws random numbers otherwise,
+      | @@[\w@]*cache_completed # or has the key that a cache writes once it is full
+    )
+    """,
+    re.DOTALL | re.VERBOSE,
 )
 
 
@@ -64,12 +73,18 @@ class InputPosition:
         """Describes the data that a position belongs to; it is the same on any devices."""
         config = self._state.config
         data = self._state.data
+        batches_read_at_once = 0
+        if data.reader is None:
+            batches_read_at_once = data.unit
+        shares_of_whole_elements = 0
+        if not data.shape.by_rows:
+            shares_of_whole_elements = data.shape.shares
         return {
             "batch_size": config.batch_size,
             "last_batch": config.last_batch,
             "overfit_batches": config.overfit_batches,
-            "batches_read_at_once": 0 if data.reader else data.unit,
-            "whole": 0 if data.shape.by_rows else data.shape.shares,
+            "batches_read_at_once": batches_read_at_once,
+            "whole": shares_of_whole_elements,
             "folder": os.getcwd(),
         }
 
@@ -188,8 +203,9 @@ def find_outside_state(dataset: tf.data.Dataset) -> str | None:
     """
     for stage in list_stages(dataset):
         if not stops_on_empty_dataset(stage):
-            _, *mixed = find_inputs(stage)  # the first one chooses among the others
-            if any(part.cardinality() != tf.data.INFINITE_CARDINALITY for part in mixed):
+            _, *mixed_datasets = find_inputs(stage)  # the first one chooses among the others
+            cardinalities = [dataset.cardinality() for dataset in mixed_datasets]
+            if any(number != tf.data.INFINITE_CARDINALITY for number in cardinalities):
                 return "it mixes datasets that end; repeat each, or give stop_on_empty_dataset=True"
         for function in find_functions(stage):
             stateful_ops = find_random_ops(function.function.graph, _STATEFUL_OPS)
@@ -217,7 +233,9 @@ def _count_drawing_stages(dataset: tf.data.Dataset) -> int:
     draws = sum(map(_count_drawing_stages, find_inputs(dataset)))
     cache_file = read_cache_file(dataset)
     if cache_file is not None:
-        return min(draws, 1) if cache_file == "" else 0
+        if cache_file == "":  # a cache in memory
+            return min(draws, 1)
+        return 0
     if type(dataset).__name__ in _DRAWING_STAGES:
         return draws + 1
     return draws
