@@ -30,9 +30,12 @@ _importing: list[Path] = []  # the files that are being run, outermost first
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the hooks are read from: the file, what it is a copy of or itself, a line for the user.
+    """A file with hooks.
 
-    Both paths are absolute.
+    Attributes:
+        path: the file that is read, an absolute path
+        stands_for: the file that it is a copy of, or the same file; an absolute path
+        note: a line for the user, or an empty text
     """
 
     path: Path
@@ -43,55 +46,67 @@ class Source:
 def find_callbacks(
     name: str, run: Path | None, trained_with: str, training: bool, project: Path | None = None
 ) -> Source:
-    """Finds the file ``name`` of a project, the current folder unless another one is given.
+    """Finds the file with the hooks in a project.
 
-    A note says where it is not what the ``run`` that is there was ``trained_with``; when
-    ``training``, that goes on with the file as it is now.
+    Its note says if the file has changed since the run was trained with it.
+
+    Args:
+        name: the path of the file in the project
+        run: the folder of the run, if there is one
+        trained_with: the setting ``callbacks`` that the run was trained with
+        training: whether the run trains on, with the file as it is now
+        project: the folder of the project; None is the current folder
 
     Raises:
         SetupError: there is no such file.
     """
     project = project or Path.cwd()
     path = project / name
-    copy = (run / COPY).absolute() if run else path
-    if run and os.path.realpath(path) == os.path.realpath(copy):
-        return Source(path, project / trained_with)
-    is_other = run is not None and name == trained_with and copy.is_file()
-    if not path.is_file():
-        other = (
-            f"{format_name(relative_path(copy))} is as the run was trained"
-            if is_other
-            else "name another"
-        )
-        raise SetupError(f"callbacks: no file {format_name(name)} in {project}; {other}.")
-    if not is_other or copy.read_bytes() == path.read_bytes():
+    if run is None:
+        if not path.is_file():
+            raise _reject_missing(name, project, "name another")
         return Source(path, path)
-    now = "; the run goes on with what it is now" * training
-    note = f"{format_name(name)} is not as it was when the run was trained{now}; "
-    return Source(
-        path, path, f"{note}--callbacks {format_name(relative_path(copy))} takes what it was."
-    )
+    copy = (run / COPY).absolute()
+    if os.path.realpath(path) == os.path.realpath(copy):
+        return Source(path, project / trained_with)
+    copy_name = format_name(relative_path(copy))
+    has_copy = name == trained_with and copy.is_file()
+    if not path.is_file():
+        cure = "name another"
+        if has_copy:
+            cure = f"{copy_name} is as the run was trained"
+        raise _reject_missing(name, project, cure)
+    if not has_copy or copy.read_bytes() == path.read_bytes():
+        return Source(path, path)
+    note = f"{format_name(name)} is not as it was when the run was trained; "
+    if training:
+        note += "the run goes on with what it is now; "
+    return Source(path, path, f"{note}--callbacks {copy_name} takes what it was.")
+
+
+def _reject_missing(name: str, project: Path, cure: str) -> SetupError:
+    return SetupError(f"callbacks: no file {format_name(name)} in {project}; {cure}.")
 
 
 def check_compiles(source: Source) -> types.CodeType:
-    """Returns the code of the file, of which nothing has run, nor anything that it imports.
+    """Compiles the file without running it, or anything that it imports.
 
     Raises:
-        SetupError: it is no Python; with its own line and message.
+        SetupError: the file has a syntax error; the message has its line.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
             return compile(source.path.read_bytes(), str(source.path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
-        raise SetupError(_why(error, source)) from error
+        raise SetupError(_explain(error, source)) from error
 
 
 def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleType:
-    """Runs the file as it is now; modules beside it and in the project are found.
+    """Imports the file as it is now; it can import modules next to it and in the project.
 
     Raises:
-        SetupError: it cannot be imported; with its own line and message; or it is being imported
-            already, and loads a run of its own hooks.
+        SetupError: the import fails; the message has the line. Or the file is being imported
+            already, and loads a run with its own hooks.
     """
     if source.stands_for in _importing:
         raise SetupError(
@@ -100,11 +115,15 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
             "training, pass the hooks of another file (callbacks=module), or begin with the "
             "run's weights (--init-from RUN, without the head: --init-skip 'head/*')."
         )
-    original, project = source.stands_for, project or Path.cwd()
+    original = source.stands_for
+    project = project or Path.cwd()
     for folder in (project, original.parent):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
-    module = types.ModuleType(PROJECT if original == project / DEFAULT else MODULE)
+    name = MODULE
+    if original == project / DEFAULT:
+        name = PROJECT
+    module = types.ModuleType(name)
     module.__file__ = str(original)  # by which a file may find its data
     vars(module)["__source__"] = source.path.read_bytes()
     sys.modules[module.__name__] = module
@@ -117,7 +136,7 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
         with note_layers(IMPORTED):
             exec(code, vars(module))
     except (Exception, SystemExit) as error:
-        raise SetupError(_why(error, source)) from error
+        raise SetupError(_explain(error, source)) from error
     finally:
         _importing.remove(original)
     return module
@@ -125,11 +144,12 @@ def load_callbacks(source: Source, project: Path | None = None) -> types.ModuleT
 
 @contextlib.contextmanager
 def keep_imports() -> Iterator[None]:
-    """Lets a project's files load other hooks, whose module and folders replace theirs only within.
+    """Puts the modules of imported hooks, and the search path, back after other hooks were loaded.
 
-    Where nothing had been imported before, what is imported within stays.
+    If no hooks had been imported before, the others stay.
     """
-    path, modules = list(sys.path), {name: sys.modules.get(name) for name in (PROJECT, MODULE)}
+    path = list(sys.path)
+    modules = {name: sys.modules.get(name) for name in (PROJECT, MODULE)}
     try:
         yield
     finally:
@@ -139,19 +159,28 @@ def keep_imports() -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def _why(error: BaseException, source: Source) -> str:
-    file = source.path.name
-    text = str(error) if isinstance(error, CtlError) else format_error(error)
+def _explain(error: BaseException, source: Source) -> str:
+    """Describes in one line why the file cannot be imported, with the line of the file."""
+    if isinstance(error, SyntaxError):
+        file = Path(error.filename or source.path).name
+        return f"{file}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    text = format_error(error)
+    if isinstance(error, CtlError):
+        text = str(error)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(source.path)]
-    if isinstance(error, SyntaxError):
-        file, lines = Path(error.filename or file).name, [error.lineno]
-        text = f"{type(error).__name__}: {error.msg}"
-    return f"{file}:{lines[-1]}: {text}" if lines else f"{file}: {text}"
+    place = source.path.name
+    if lines:
+        place += f":{lines[-1]}"
+    return f"{place}: {text}"
 
 
 def read_hooks_source(callbacks: Any) -> bytes | None:
-    """Returns what is in the file that the hooks are in; None if they are in none."""
+    """Returns the content of the file that the hooks are in; None if they are in no file."""
+    source: bytes | None = getattr(callbacks, "__source__", None)
+    if source is not None:
+        return source
     file = Path(getattr(callbacks, "__file__", None) or "")
-    source = getattr(callbacks, "__source__", None)
-    return file.read_bytes() if source is None and file.is_file() else source
+    if not file.is_file():
+        return None
+    return file.read_bytes()
