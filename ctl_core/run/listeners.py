@@ -89,7 +89,7 @@ class Listeners:
         """Calls ``start`` of each."""
         for candidate in self.candidates:
             with self._guard(candidate):
-                listener = candidate() if isinstance(candidate, type) else candidate
+                listener = _create(candidate)
                 listener.start(folder, config, step)
                 self._listening.append(listener)
 
@@ -105,11 +105,25 @@ class Listeners:
         try:
             yield
         except (Exception, SystemExit) as error:
-            kind = listener if isinstance(listener, type) else type(listener)
-            LOG.info("what a listener has raised", exc_info=error)
-            name = f"{kind.__module__}.{kind.__qualname__}"
+            LOG.info("an error of a listener", exc_info=error)
+            name = _name_class(listener)
             warn(f"listener: {name}: {format_error(error)}; training goes on without it.")
             self._listening = [other for other in self._listening if other is not listener]
+
+
+def _create(candidate: Listener | type[Listener]) -> Listener:
+    """Returns a listener; creates an object of a class."""
+    if isinstance(candidate, type):
+        return candidate()
+    return candidate
+
+
+def _name_class(listener: Listener | type[Listener]) -> str:
+    """Returns the full name of the class of a listener."""
+    kind = type(listener)
+    if isinstance(listener, type):
+        kind = listener
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class MetricsFile(Listener):
@@ -129,7 +143,10 @@ class MetricsFile(Listener):
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Appends a line."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        finite: dict[str, float | None] = dict(values)
+        for name, value in values.items():
+            if not math.isfinite(value):
+                finite[name] = None  # JSON has no NaN
         self._file.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
 
     def end(self, step: int, how: str) -> None:
@@ -138,9 +155,14 @@ class MetricsFile(Listener):
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a file of metrics, but for one that a kill has cut; none without it."""
+    """Returns the lines of a file of metrics, except one that a kill has cut off.
+
+    If there is no file, there are no lines.
+    """
+    if not file.is_file():
+        return []
     lines = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+    for line in file.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(line))
     return lines
@@ -170,7 +192,9 @@ class TrainingLog(Listener):
         if entry in text:
             return
         env = json.loads((folder / "env.json").read_text())
-        commit = f"commit {env['commit'][:10]}" if env["commit"] else "no commit"
+        commit = "no commit"
+        if env["commit"]:
+            commit = f"commit {env['commit'][:10]}"
         settings = [f"{name} {quote(value, 40)}" for name, value in find_changes(config).items()]
         entry += f"- Settings: {', '.join(settings) or 'the defaults'}\n"
         entry += f"- {time.strftime('%F %H:%M')}: begins, {commit}"
@@ -192,11 +216,15 @@ class TrainingLog(Listener):
             self._append(f"- {time.strftime('%F %H:%M')}: {self._run} {make_line(result)}\n")
 
     def _read(self) -> str:
-        return self._path.read_text(errors="replace") if self._path.exists() else ""
+        if not self._path.exists():
+            return ""
+        return self._path.read_text(errors="replace")
 
     def _append(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(text if file.tell() else f"# Training log\n{text}")
+            if file.tell() == 0:  # a new file
+                file.write("# Training log\n")
+            file.write(text)
 
 
 def find_changes(config: Mapping[str, Any]) -> dict[str, Any]:
