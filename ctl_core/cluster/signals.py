@@ -57,7 +57,9 @@ class Signals:
     @property
     def received(self) -> int | None:
         """The number of the first signal that was noted, or None."""
-        return self.numbers[0] if self.numbers else None
+        if not self.numbers:
+            return None
+        return self.numbers[0]
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:  # a child that multiprocessing, for one, has forked

@@ -127,7 +127,9 @@ class Cluster:
             )
         agreed = {}
         for name, column in columns.items():
-            value = min(column) if name in _LOWEST else max(column)
+            value = max(column)
+            if name in _LOWEST:
+                value = min(column)
             agreed[name] = type(values[name])(value)
         return LoopStatus(**agreed)
 
@@ -168,7 +170,9 @@ def join_peers(task: Task) -> Iterator[None]:
     try:
         yield
     except (tf.errors.OpError, CtlError) as error:
-        cause = error if isinstance(error, tf.errors.OpError) else error.__cause__
+        cause: BaseException | None = error
+        if not isinstance(error, tf.errors.OpError):
+            cause = error.__cause__
         # An error within a hook that names no task is the hook's, from a file system for instance.
         is_of_engine = cause is error or _ABORTED in str(cause) or "/job:" in str(cause)
         if not (is_of_engine and is_peer_lost(task, cause)):
