@@ -1,1 +1,1 @@
-"""The hooks of a run: the table, callbacks.py, what they return and what they create."""
+"""The hooks of a run: the table, callbacks.py, their results and the objects that they create."""

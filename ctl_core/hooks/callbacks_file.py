@@ -1,7 +1,7 @@
 """The file with the hooks: which one it is, importing it, and the copy in the run folder.
 
-Each run keeps a copy of the file that it was trained with, for ``--callbacks``. What the file
-imports is not copied.
+Each run keeps a copy of the file that it was trained with, for ``--callbacks``. Modules
+that the file imports are not copied.
 """
 
 import contextlib

@@ -54,7 +54,7 @@ def leading_dimension(batch: Batch) -> Count | None:
 
 
 def explain_different_rows(batch: Batch, examples: int | None = None) -> str:
-    """Explains what to do about a batch whose tensors differ in their first dimension.
+    """Explains how to mend a batch whose tensors differ in their first dimension.
 
     Args:
         batch: a structure of tensors

@@ -1,4 +1,4 @@
-"""Reads the hooks from callbacks.py, and checks what each of them returns.
+"""Reads the hooks from callbacks.py, and defines how the results of each are checked.
 
 table.py lists the hooks and the arguments that each may name; defaults.py has their defaults.
 """

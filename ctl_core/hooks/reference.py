@@ -1,4 +1,4 @@
-"""The table of hooks as text: what ``python -m ctl_core hooks`` prints, and code of the defaults.
+"""The table of hooks as text, for ``python -m ctl_core hooks``, and the code of the defaults.
 
 The code is read from the file defaults.py, which is not imported, for it would import TensorFlow.
 """

@@ -25,7 +25,7 @@ class HookedData:
     Attributes:
         dataset: the dataset whose elements are used
         hook: the hook that returned it, for messages
-        reader: the reader of what ``create_dataset`` returned; None for a tf.data.Dataset
+        reader: reads the object of ``create_dataset``; None for a tf.data.Dataset
         is_stream: whether ``make_batches`` returned another dataset than the repeated one that it
             was given; that one has no passes, because it has to be endless
     """

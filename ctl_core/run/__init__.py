@@ -1,1 +1,1 @@
-"""The folder of a run, what is written there, and who listens to what a run says."""
+"""The settings of a run, its console and its listeners, without TensorFlow."""

@@ -39,7 +39,7 @@ class ListenerGroup(Protocol):
 
 
 class _Values(ProgressColumn):
-    """The values on the progress line: what is cut first where the line is too long."""
+    """The values on the progress line, which are cut first if the line is too long."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["values"], no_wrap=True, overflow="ellipsis")
@@ -51,7 +51,7 @@ class Console:
     In a cluster, that of the chief is shown; the others only write to their logs.
 
     Attributes:
-        listeners: hear the values that are shown
+        listeners: are passed the values that are shown
     """
 
     def __init__(self, terminal: Terminal | None = None, shown: bool = True) -> None:

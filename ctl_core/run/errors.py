@@ -1,7 +1,7 @@
 """The engine's exceptions with their exit codes, and functions that format their messages.
 
-Every exception that the engine raises on purpose is one of these. Its message is one line that says
-where, what is wrong, what was expected and what to do. ``__main__`` prints the line; the traceback
+Every exception that the engine raises on purpose is one of these. Its message is one line with
+the place, the problem, the expected value and the cure. ``__main__`` prints the line; the traceback
 is written to train.log.
 """
 

@@ -1,8 +1,9 @@
-"""What listens to a run: metrics.jsonl, training_log.md, TensorBoard, and classes of one's own.
+"""Listeners are told about each event of a run: metrics.jsonl, training_log.md, and your own.
 
-The setting ``listener`` names one, and ``train(..., listeners=[...])`` takes objects. They hear the
-run in the process of the chief, in the thread that trains, between two calls of the graph: what a
-listener takes is the training's time. One that raises is warned of once and hears no more.
+The setting ``listener`` names a class, and ``train(..., listeners=[...])`` takes objects. Their
+methods are called in the process of the chief, in the thread that trains, between two calls of the
+graph, so that a slow listener makes training slower. A listener that raises an error is reported
+once, and dropped.
 """
 
 import contextlib
@@ -21,38 +22,41 @@ from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config, flatten
 
 FILE = "metrics.jsonl"
-# Settings that say where a run is, not what it is.
+# Settings that change only where a run is, or how much it prints.
 _PLACE = ("run_name", "runs_dir", "debug")
 
 
 class Listener:
-    """Hears what a run says. Each method does nothing here: override those that you need."""
+    """Is told about each event of a run.
+
+    The methods of this class do nothing: override those that you need.
+    """
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
         """Is called before the first step of a process, once the run's files are open.
 
         Args:
-            folder: of the run; its name is the run's, and a listener may write there
+            folder: the folder of the run, with the name of the run; a listener may write there
             config: the settings, as config.yaml of the run has them
-            step: 0, or that of the checkpoint from which a run goes on that was stopped or killed:
-                values of later steps may have been heard before, and come again
+            step: 0, or the step of the checkpoint that the run resumes from. If it was killed,
+                values of later steps may have been passed before, and are passed again.
         """
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Is called with each line of metrics.jsonl; ``split`` is train or eval."""
 
     def saved(self, step: int, path: Path) -> None:
-        """Is called when a checkpoint is whole, perhaps steps later.
+        """Is called when a checkpoint is complete, perhaps some steps later.
 
-        Files that begin with ``path`` hold what ``create_ckpt`` returned. The rest, which a run
-        needs to go on, is in the folder ``engine`` beside them.
+        Files that begin with ``path`` hold the objects of ``create_ckpt``. Everything else that a
+        run needs to resume is in the folder ``engine`` next to them.
         """
 
     def end(self, step: int, how: str) -> None:
         """Is called at the end, but not where the process is killed or Ctrl-C comes twice.
 
         Args:
-            step: the last one
+            step: the last step
             how: done; ended, by a hook or early_stop; stopped, by a signal or max_time; diverged,
                 where the last loss is not finite; or failed
         """
@@ -169,14 +173,14 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 class TrainingLog(Listener):
-    """Appends to training_log.md of the current folder what was expected of a run, and its result.
+    """Appends notes about runs, and their results, to training_log.md of the current folder.
 
-    An entry when a run with a note begins, and a line whenever a run that has an entry ends. The
-    file is the user's: nothing in it is changed.
+    A run with a note gets an entry when it begins, and a line whenever it ends. The file belongs to
+    the user: nothing in it is changed.
     """
 
     def __init__(self, note: str | None) -> None:
-        """``note`` says what is expected of the run; without one, it gets no entry."""
+        """Takes the note of a run; None for a run without an entry."""
         self._path = Path("training_log.md").absolute()
         self._note = note
         self._run = ""

@@ -204,7 +204,7 @@ class Config:
 
 
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
-# What is expected where pydantic finds an error whose name begins like this.
+# The expected value, by the beginning of the name of pydantic's error.
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
@@ -215,7 +215,7 @@ _EXPECTED = {
 
 
 def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
-    """Returns one line on the first wrong setting: its name, what was expected, and its value."""
+    """Returns one line on the first wrong setting: its name, the expected value, and its value."""
     wrong = error.errors(include_url=False)[0]
     name = str(wrong["loc"][0])
     details = wrong.get("ctx", {})
