@@ -9,9 +9,14 @@ which TensorFlow promises never to change.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
+
+from ctl_core.types import Count, Structure
+
+# Strings or whole numbers: a tensor, an array, a nested list, or a single key.
+Keys: TypeAlias = Any
 
 _ENDLESS = 2**40  # examples, more than any run sees
 _HASHES = 2**62
@@ -61,7 +66,7 @@ def with_seeds(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
     can hold.)
     """
 
-    def pair(count: tf.Tensor, element: Any) -> tuple[Any, tf.Tensor]:
+    def pair(count: tf.Tensor, element: Structure) -> tuple[Structure, tf.Tensor]:
         return element, tf.stack([tf.constant(seed, tf.int64), count])
 
     return dataset.repeat().enumerate().map(pair)
@@ -69,11 +74,11 @@ def with_seeds(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
 
 def bucket_by_length(
     dataset: tf.data.Dataset,
-    length_of: Callable[..., Any],
+    length_of: Callable[..., Count],
     boundaries: Sequence[int],
     global_batch_size: int,
-    padded_shapes: Any = None,
-    padding_values: Any = None,
+    padded_shapes: Structure = None,
+    padding_values: Structure = None,
 ) -> tf.data.Dataset:
     """Groups examples of about the same length into global batches, and pads each as a whole.
 
@@ -98,7 +103,7 @@ def bucket_by_length(
     )
 
 
-def hash_of(keys: Any) -> tf.Tensor:
+def hash_of(keys: Keys) -> tf.Tensor:
     """Returns the hash of each key, int64 from 0 up to below 2**62; a number's is that of its text.
 
     Keys are strings or whole numbers; TensorFlow refuses others.
@@ -109,7 +114,7 @@ def hash_of(keys: Any) -> tf.Tensor:
     return tf.strings.to_hash_bucket_fast(keys, _HASHES)
 
 
-def split_of(keys: Any, fractions: Mapping[str, float]) -> tf.Tensor:
+def split_of(keys: Keys, fractions: Mapping[str, float]) -> tf.Tensor:
     """Returns the name of each example's split, in a graph or outside.
 
     ``dataset.filter(lambda key, x: split_of(key, {"validation": 0.1}) == "train")``: fractions say
@@ -121,14 +126,15 @@ def split_of(keys: Any, fractions: Mapping[str, float]) -> tf.Tensor:
     """
     validation = fractions.get("validation", 0.0)
     test = fractions.get("test", 0.0)
-    if others := sorted(set(fractions) - {"validation", "test"}):
-        raise ValueError(f"fractions: expected validation and test, got {', '.join(others)}")
+    other_names = sorted(set(fractions) - {"validation", "test"})
+    if other_names:
+        raise ValueError(f"fractions: expected validation and test, got {', '.join(other_names)}")
     hashes = hash_of(keys)
     names = tf.where(hashes >= int((1 - validation) * _HASHES), "validation", "train")
     return tf.where(hashes < int(test * _HASHES), "test", names)
 
 
-def fold_of(keys: Any, folds: int) -> tf.Tensor:
+def fold_of(keys: Keys, folds: int) -> tf.Tensor:
     """Returns each example's fold for cross-validation, int64 from 0 up to below ``folds``.
 
     It has nothing to do with the example's split.

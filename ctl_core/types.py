@@ -35,6 +35,10 @@ PerReplica: TypeAlias = Any
 Count: TypeAlias = int | tf.Tensor
 
 Variable: TypeAlias = tf.Variable | keras.Variable
+
+# An object whose variables a ``tf.train.Checkpoint`` can hold.
+Trackable: TypeAlias = Any
+
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 Gradients: TypeAlias = list[Gradient]
 

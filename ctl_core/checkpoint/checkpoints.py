@@ -19,9 +19,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -42,6 +43,9 @@ from ctl_core.run.console import Console
 from ctl_core.run.errors import RunError, SetupError, format_error
 from ctl_core.run.files import relative_path
 
+# The result of ``restore`` and ``read`` of a tf.train.Checkpoint.
+RestoreStatus: TypeAlias = Any
+
 _WRITING_TABLES = {"LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2"}
 # The hooks whose variables a resumed run cannot do without; others may change between two starts.
 _NEEDED = ("create_model/", "create_loss/", "create_opt/", "create_eval_model/")
@@ -50,7 +54,9 @@ _NEEDED = ("create_model/", "create_loss/", "create_opt/", "create_eval_model/")
 class Facade:
     """An object as hooks are passed it: the original, with some attributes replaced."""
 
-    def __init__(self, original: Any, **replaced: Any) -> None:
+    def __init__(
+        self, original: tf.train.Checkpoint | tf.train.CheckpointManager, **replaced: Any
+    ) -> None:
         self._original = original
         vars(self).update(replaced)
 
@@ -96,13 +102,15 @@ class Checkpoints:
         self._engine_part = tf.train.Checkpoint(created=self._created)
         variables = state.recording.variables
         self._generators = [*state.recording.generators, *state.recording.tf_generators]
-        sums = [v for v in (*self._created.values(), *self._named) if is_summed(v)]
+        saved_variables = [*self._created.values(), *self._named]
+        sums = [variable for variable in saved_variables if is_summed(variable)]
         self.statistics = MovingStatistics(
             state.recording.layers, state.strategy, [*self._generators, *sums]
         )
-        generators = set(map(id, self._generators))
+        differing = set(map(id, self._generators))
+        differing.update(map(id, filter(is_summed, variables.values())))
         self._divergence = Divergence(
-            state, [v for v in variables.values() if id(v) not in generators and not is_summed(v)]
+            state, [variable for variable in variables.values() if id(variable) not in differing]
         )
         self._vocabularies = Vocabularies(state)
         self._position = InputPosition(state, console)
@@ -115,21 +123,30 @@ class Checkpoints:
         sums of an evaluation are left out, since every evaluation resets them.
         """
         state = self._state
-        passing = state.evaluation.list_passing_variables() if state.evaluation is not None else []
-        left_out = {id(variable) for variable in (*self._named, *passing)}
-        return {n: v for n, v in state.recording.variables.items() if id(v) not in left_out}
+        left_out = set(map(id, self._named))
+        if state.evaluation is not None:
+            left_out.update(map(id, state.evaluation.list_passing_variables()))
+        return {
+            name: variable
+            for name, variable in state.recording.variables.items()
+            if id(variable) not in left_out
+        }
 
     def _request(self, *_: Any, **__: Any) -> str:
         """Requests a checkpoint, in place of the manager's ``save``; returns its path."""
         self.save_requested = True
         return str(self._folder / f"ckpt-{self._state.step}")
 
-    def _restore_from_manager(self, path: str | None = None) -> Any:
+    def _restore_from_manager(self, path: str | None = None) -> RestoreStatus:
         return self.ckpt.restore(path or self._state.manager.latest_checkpoint)
 
     def _restore_in_hook(
-        self, restore: Callable[..., Any], path: Any, *args: Any, **options: Any
-    ) -> Any:
+        self,
+        restore: Callable[..., RestoreStatus],
+        path: str | os.PathLike[str],
+        *args: Any,
+        **options: Any,
+    ) -> RestoreStatus:
         """Restores a checkpoint for a hook: weights and optimizer, but not the step or the data.
 
         The variables of the engine's part are restored, too, except random generators.
@@ -170,7 +187,9 @@ class Checkpoints:
 
     def _warn_of_loss_scale(self) -> None:
         loss_scale = self._state.components.loss_scale
-        trouble = loss_scale.describe_trouble() if loss_scale is not None else None
+        if loss_scale is None:
+            return
+        trouble = loss_scale.describe_trouble()
         if trouble:
             self._console.warn(trouble)
 
@@ -185,26 +204,26 @@ class Checkpoints:
             learning_rate=state.config.learning_rate,
             frozen=read_flags(state.recording),
             created=list(self._created),
-            progress=dataclasses.asdict(state.progress),  # copied, since hooks go on meanwhile
+            progress=dataclasses.asdict(state.progress),  # a copy, since hooks run meanwhile
             learnt=self._vocabularies.learnt,
         )
-        # All processes of a cluster read the same data, so the position of one is enough.
-        position = self._position.take(record) if self._cluster.task.chief else []
+        position: list[tf.Tensor] = []
+        if self._cluster.task.chief:  # all processes read the same data, so one position is enough
+            position = self._position.take(record)
         with write_together(state, step):
             engine.mkdir(parents=True, exist_ok=True)
             # While its files are replaced, the checkpoint must not count.
             (engine / f"ckpt-{step}.json").unlink(missing_ok=True)
-            own_values = self.statistics.checkpoint
-            if own_values is not None:
-                own_values.write(str(self._name_own_part(self._folder, step)))
+            if self.statistics.checkpoint is not None:
+                self.statistics.checkpoint.write(str(self._name_statistics(self._folder, step)))
         write_position = functools.partial(
             self._position.write, position, record, engine / f"input-{step}"
         )
         with write_together(state, step):
             self._writer.write(record, write_position)
 
-    def _name_own_part(self, folder: Path, step: int) -> Path:
-        """Returns the prefix of the part that each process writes for itself."""
+    def _name_statistics(self, folder: Path, step: int) -> Path:
+        """Returns the prefix of the files that this process writes for its replicas."""
         return folder / "engine" / f"statistics-{step}-{self._cluster.task.index}"
 
     def wait(self) -> None:
@@ -240,8 +259,11 @@ class Checkpoints:
         Raises:
             SetupError: no checkpoint is complete, or the checkpoint does not fit the model.
         """
-        folder = source.folder if source else self._folder
-        steps = source.find_steps() if source else []
+        folder = self._folder
+        steps: list[int] = []
+        if source is not None:
+            folder = source.folder
+            steps = source.find_steps()
         if not self._cluster.has_same(repr(steps).encode()):
             raise SetupError(
                 f"runs_dir: {relative_path(self._folder)} has other checkpoints on another process "
@@ -268,7 +290,7 @@ class Checkpoints:
 
     def _finish_restoring(self, folder: Path, record: Record) -> None:
         """Restores the values that replicas have for themselves, and the best checkpoint."""
-        self._restore_own_part(folder, record)
+        self._restore_statistics(folder, record)
         if folder != self._folder:
             self._console.say(f"fork: goes on from {relative_path(folder)}, step {record.step}.")
         if self._cluster.task.chief:
@@ -297,7 +319,9 @@ class Checkpoints:
                 "what was frozen in the checkpoint is of other layers than the model has now; "
                 "what is frozen is as create_model left it."
             )
-        self.saved_step = step if folder == self._folder else -1
+        self.saved_step = -1
+        if folder == self._folder:
+            self.saved_step = step
         return record
 
     def _settle_averages(self, record: Record, with_input: bool) -> None:
@@ -339,20 +363,20 @@ class Checkpoints:
                 layer.finalize_state()  # it computes with constants made from its variables
         return record
 
-    def _restore_own_part(self, folder: Path, record: Record) -> None:
+    def _restore_statistics(self, folder: Path, record: Record) -> None:
         """Restores the values that each replica has for itself.
 
         With another number of replicas than before, all of them continue with the mean. The same
         happens if the file cannot be read: the mean differs only by the order of sums.
         """
-        own_values = self.statistics.checkpoint
+        statistics = self.statistics
         is_same_number = record.replicas == self._state.components.shape.replicas
         has_same_variables = record.created == list(self._created)
-        if own_values is None or not is_same_number or not has_same_variables:
+        if statistics.checkpoint is None or not is_same_number or not has_same_variables:
             return
         with contextlib.suppress(*UNREADABLE):
-            own_values.read(str(self._name_own_part(folder, record.step)))
-            self.statistics.copies.put_back()
+            statistics.checkpoint.read(str(self._name_statistics(folder, record.step)))
+            statistics.copies.put_back()
 
 
 def _list_variables(ckpt: tf.train.Checkpoint) -> list[tf.Variable]:
@@ -365,8 +389,8 @@ def check_written(state: State, graph: tf.Graph) -> None:
     """Refuses a step that writes something that no checkpoint holds, or that replicas share.
 
     Args:
-        state: of the run
-        graph: of the step
+        state: the state of the run
+        graph: the graph of the step
 
     Raises:
         SetupError: the graph writes such a variable, or a lookup table.
@@ -391,7 +415,9 @@ def _find_unsaved_variables(state: State, graph: tf.Graph) -> list[str]:
     shared = set()
     if strategy.num_replicas_in_sync > 1:
         # A variable made elsewhere exists once, so several replicas would share it.
-        shared = {id(v) for name, v in recorded.items() if name.startswith("elsewhere")}
+        shared = {
+            id(variable) for name, variable in recorded.items() if name.startswith("elsewhere")
+        }
     saved_handles = {
         id(component.handle)
         for variable in (*recorded.values(), *_list_variables(state.ckpt), *state.data.held)
@@ -399,7 +425,11 @@ def _find_unsaved_variables(state: State, graph: tf.Graph) -> list[str]:
         for component in strategy.experimental_local_results(variable)
     }
     unsaved_handles = set(map(id, find_written_resources(graph))) - saved_handles
-    return [v.name.split(":")[0] for v in graph.variables if id(v.handle) in unsaved_handles]
+    return [
+        variable.name.split(":")[0]
+        for variable in graph.variables
+        if id(variable.handle) in unsaved_handles
+    ]
 
 
 def _find_unsaved_tables(state: State, graph: tf.Graph) -> list[str]:

@@ -8,7 +8,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -23,20 +23,22 @@ from ctl_core.numerics.variables import make_trackable, name_variable, unwrap, w
 from ctl_core.run.errors import SetupError, format_error
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
-from ctl_core.types import Model, Variable
+from ctl_core.types import Model, Trackable, Variable
 
 _MOST_NAMES = 20  # in a message
 _MOST_FLAGS = 6
-_Shape = tuple[int, ...]
+_Shape: TypeAlias = tuple[int, ...]
+# The values of a layer in a Keras file, by name.
+_LayerStore: TypeAlias = Any
 
 
 @dataclasses.dataclass
 class InitialWeights:
-    """What was loaded into a model, and what was not.
+    """The variables of a model that were loaded, and those that were not.
 
     Attributes:
         source: a description of the run or file
-        paths: of the variables that the model has, by identity
+        paths: the paths of the model's variables, by identity
         skipped: the identities of those that ``init_skip`` leaves out
         misfits: by identity, why a variable cannot be loaded, as far as that is known
     """
@@ -51,13 +53,14 @@ class InitialWeights:
         return id(unwrap(variable)) in self.skipped
 
     def compare(self, variable: Variable, saved: _Shape | None) -> None:
-        """Notes whether a variable fits what is saved.
+        """Notes whether a variable fits its saved value.
 
         Args:
             variable: a variable of the model
             saved: the shape of its saved value; None if there is none
         """
-        key, shape = id(unwrap(variable)), tuple(variable.shape)
+        key = id(unwrap(variable))
+        shape = tuple(variable.shape)
         self.misfits.pop(key, None)
         if saved is None:
             self.misfits[key] = "not in the source"
@@ -83,13 +86,15 @@ class InitialWeights:
             path = self.paths[key]
             layer, slash, _ = path.rpartition("/")
             is_whole = slash and not any(other.startswith(f"{layer}/") for other in fitting)
-            pattern = f"{layer}/*" if is_whole else path
+            pattern = path
+            if is_whole:
+                pattern = f"{layer}/*"
             if key not in self.skipped and pattern not in patterns:
                 patterns.append(pattern)
         return patterns
 
     def describe(self) -> list[str]:
-        """Returns the lines for the console: what was taken, and what was skipped."""
+        """Returns the lines for the console: how many variables were loaded, and which were not."""
         count = len(self.paths)
         if not self.skipped:
             return [f"init_from: all {count} variables are those of {self.source}."]
@@ -118,7 +123,7 @@ def load_initial_weights(model: Model, hook: Hook, config: Config) -> InitialWei
         config: the settings, with ``init_from`` and ``init_skip``
 
     Returns:
-        What was loaded, and what was skipped.
+        The variables that were loaded, and those that were skipped.
 
     Raises:
         SetupError: the weights cannot be read, or a variable that is not skipped does not fit.
@@ -213,8 +218,8 @@ def _find_left_out(model: Model) -> set[int]:
     return left_out
 
 
-def _is_variable(item: Any) -> bool:
-    return isinstance(item, tf.Variable | keras.Variable)
+def _is_variable(trackable: Trackable) -> bool:
+    return isinstance(trackable, tf.Variable | keras.Variable)
 
 
 def _refuse_misfits(weights: InitialWeights, hook: Hook) -> None:
@@ -245,7 +250,8 @@ class _FileLoader:
     path: Path
 
     def load(self) -> None:
-        model, source = self.model, self.weights.source
+        model = self.model
+        source = self.weights.source
         if not isinstance(model, keras.Model):
             raise SetupError(
                 f"init_from: {source} is for a Keras model, and {self.hook} returns another; take "
@@ -274,8 +280,7 @@ class _FileLoader:
     def _load_saved_model(self, model: keras.Model) -> None:
         values = _read_saved_model(self.path)
         for weight in model.weights:
-            value = values.get(weight.path)
-            self.weights.compare(weight, None if value is None else value.shape)
+            self.weights.compare(weight, _find_shape(values.get(weight.path)))
         _refuse_misfits(self.weights, self.hook)
         for weight in model.weights:
             if not self.weights.is_skipped(weight):
@@ -294,10 +299,10 @@ class _FileLoader:
 
 
 class _WatchedLayers:
-    """Compares what each layer of a model loads from a Keras file, and leaves out what is skipped.
+    """Compares the variables of each layer with a Keras file, and keeps those that are skipped.
 
-    A layer names its values in a file itself, in ``save_own_variables``. So the values that it has
-    are saved under these names, and those that are skipped replace the ones of the file.
+    A layer names its values in a file itself, in ``save_own_variables``. So its current values are
+    saved under these names, and those of skipped variables replace the values of the file.
     """
 
     def __init__(self, model: keras.Model, weights: InitialWeights) -> None:
@@ -313,23 +318,31 @@ class _WatchedLayers:
         for layer in self._layers:
             del vars(layer)["load_own_variables"]
 
-    def _watch(self, layer: keras.Layer) -> Callable[[Any], None]:
-        load, weights = layer.load_own_variables, self._weights
+    def _watch(self, layer: keras.Layer) -> Callable[[_LayerStore], None]:
+        """Returns a method ``load_own_variables`` for a layer."""
+        load = layer.load_own_variables
+        weights = self._weights
 
-        def load_own_variables(store: Any) -> None:
-            current: dict[str, Any] = {}
+        def load_own_variables(store: _LayerStore) -> None:
+            current: dict[str, Variable] = {}
             layer.save_own_variables(current)
             values = {name: store[name] for name in store.keys()}  # noqa: SIM118
             for name, variable in current.items():
                 if id(unwrap(variable)) not in weights.paths:
                     continue
-                saved = values.get(name)
-                weights.compare(variable, None if saved is None else tuple(saved.shape))
+                weights.compare(variable, _find_shape(values.get(name)))
                 if weights.is_skipped(variable):
                     values[name] = variable
             load(values)
 
         return load_own_variables
+
+
+def _find_shape(value: np.ndarray | None) -> _Shape | None:
+    """Returns the shape of a saved value, or None if there is no such value."""
+    if value is None:
+        return None
+    return tuple(value.shape)
 
 
 def _read_saved_model(path: Path) -> dict[str, np.ndarray]:
@@ -340,8 +353,9 @@ def _read_saved_model(path: Path) -> dict[str, np.ndarray]:
     """
     try:
         loaded = tf.saved_model.load(str(path))  # kept in a variable, since a view does not hold it
-        parts = tf.train.TrackableView(loaded).descendants()
-        pairs = [(name_variable(p), p.numpy()) for p in parts if isinstance(p, tf.Variable)]
+        descendants = tf.train.TrackableView(loaded).descendants()
+        variables = [item for item in descendants if isinstance(item, tf.Variable)]
+        pairs = [(name_variable(variable), variable.numpy()) for variable in variables]
     except (OSError, *UNREADABLE) as error:
         raise SetupError(
             f"init_from: {relative_path(path)} cannot be read: {format_error(error)}"
@@ -367,9 +381,12 @@ class _RunLoader:
             name = self._find_model(trackable, objects)
             pairs = _pair_variables(trackable, objects[0].children[name], objects)
             for variable, position in pairs:
-                if id(unwrap(variable)) in self.weights.paths:
-                    saved = None if position is None else objects[position].shape
-                    self.weights.compare(variable, saved)
+                if id(unwrap(variable)) not in self.weights.paths:
+                    continue
+                shape = None
+                if position is not None:
+                    shape = objects[position].shape
+                self.weights.compare(variable, shape)
             _refuse_misfits(self.weights, self.hook)
             left_out = self.weights.skipped | _find_left_out(self.model)
             root = tf.train.Checkpoint(**{name: _leave_out(trackable, left_out)})
@@ -381,7 +398,7 @@ class _RunLoader:
                 f"init_from: {self.weights.source} does not fit {self.hook}: {format_error(error)}"
             ) from error
 
-    def _find_model(self, trackable: Any, objects: list[SavedObject]) -> str:
+    def _find_model(self, trackable: Trackable, objects: list[SavedObject]) -> str:
         """Returns the name under which the ``create_ckpt`` of another run saved the model.
 
         Raises:
@@ -410,7 +427,9 @@ class _RunLoader:
             )
         return fitting[0]
 
-    def _has_variables(self, trackable: Any, position: int, objects: list[SavedObject]) -> bool:
+    def _has_variables(
+        self, trackable: Trackable, position: int, objects: list[SavedObject]
+    ) -> bool:
         """Returns whether a saved object has, at the same paths, all variables to be loaded."""
         to_load = self.weights.paths.keys() - self.weights.skipped
         return all(
@@ -421,7 +440,7 @@ class _RunLoader:
 
 
 def _pair_variables(
-    trackable: Any, position: int, objects: list[SavedObject]
+    trackable: Trackable, position: int, objects: list[SavedObject]
 ) -> list[tuple[Variable, int | None]]:
     """Returns each variable of an object with the position of its saved value.
 
@@ -434,9 +453,11 @@ def _pair_variables(
         Pairs of a variable and a position in ``objects``; None where nothing is saved at any of the
         paths to the variable.
     """
-    pairs: dict[int, tuple[Any, int | None]] = {}
+    pairs: dict[int, tuple[Trackable, int | None]] = {}
     owners: dict[int, int] = {}  # a saved object belongs to the first object that is met
-    waiting: collections.deque[tuple[Any, int | None]] = collections.deque([(trackable, position)])
+    waiting: collections.deque[tuple[Trackable, int | None]] = collections.deque(
+        [(trackable, position)]
+    )
     while waiting:
         item, saved = waiting.popleft()
         # Several lists hold the variables of a layer. If their order has changed, a position in
@@ -446,16 +467,18 @@ def _pair_variables(
         if id(item) in pairs and (saved is None or pairs[id(item)][1] is not None):
             continue
         pairs[id(item)] = (item, saved)
-        saved_children = {} if saved is None else objects[saved].children
+        saved_children: dict[str, int] = {}
+        if saved is not None:
+            saved_children = objects[saved].children
         for name, child in tf.train.TrackableView.children(item).items():
             waiting.append((child, saved_children.get(name)))
     return [(item, saved) for item, saved in pairs.values() if _is_variable(item)]
 
 
-def _leave_out(trackable: Any, left_out: Collection[int]) -> Any:
+def _leave_out(trackable: Trackable, left_out: Collection[int]) -> Trackable:
     """Returns an object with the same children at the same paths, except some variables.
 
-    Whatever holds none of these variables is in it as it is.
+    Objects that hold none of these variables are not copied.
 
     Args:
         trackable: an object that a ``tf.train.Checkpoint`` can hold
@@ -468,7 +491,8 @@ def _leave_out(trackable: Any, left_out: Collection[int]) -> Any:
         for child in named.values():
             parents[id(child)].append(parent)
     waiting = [id(item) for item in items if id(unwrap(item)) in left_out]
-    removed, replaced = set(waiting), dict[int, Any]()
+    removed = set(waiting)
+    replaced: dict[int, tf.train.Checkpoint] = {}
     while waiting:
         for parent in parents[waiting.pop()]:
             if parent not in replaced:

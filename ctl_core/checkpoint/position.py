@@ -46,7 +46,7 @@ class InputPosition:
             has_snapshot(state.data.dataset) or bool(list_cache_files(state.data.dataset))
         )
         if reader is not None:
-            self._obstacle = reader.why_not
+            self._obstacle = reader.obstacle
         else:
             self._obstacle = find_outside_state(state.data.dataset)
 
@@ -54,12 +54,18 @@ class InputPosition:
         """Describes the data that a position belongs to; it is the same on any devices."""
         config = self._state.config
         data = self._state.data
+        batches_read_at_once = 0
+        if data.reader is None:
+            batches_read_at_once = data.unit
+        shares_of_whole_elements = 0
+        if not data.shape.by_rows:
+            shares_of_whole_elements = data.shape.shares
         return {
             "batch_size": config.batch_size,
             "last_batch": config.last_batch,
             "overfit_batches": config.overfit_batches,
-            "batches_read_at_once": 0 if data.reader else data.unit,
-            "whole": 0 if data.shape.by_rows else data.shape.shares,
+            "batches_read_at_once": batches_read_at_once,
+            "whole": shares_of_whole_elements,
             "folder": os.getcwd(),
         }
 
@@ -178,8 +184,9 @@ def find_outside_state(dataset: tf.data.Dataset) -> str | None:
     """
     for stage in list_stages(dataset):
         if not stops_on_empty_dataset(stage):
-            _, *mixed = find_inputs(stage)  # the first one chooses among the others
-            if any(part.cardinality() != tf.data.INFINITE_CARDINALITY for part in mixed):
+            _, *mixed_datasets = find_inputs(stage)  # the first one chooses among the others
+            cardinalities = [dataset.cardinality() for dataset in mixed_datasets]
+            if any(number != tf.data.INFINITE_CARDINALITY for number in cardinalities):
                 return "it mixes datasets that end; repeat each, or give stop_on_empty_dataset=True"
         for graph in find_graphs(stage):
             stateful_ops = find_random_ops(graph, _STATEFUL_OPS)
@@ -207,7 +214,9 @@ def _count_drawing_stages(dataset: tf.data.Dataset) -> int:
     draws = sum(map(_count_drawing_stages, find_inputs(dataset)))
     cache_file = read_cache_file(dataset)
     if cache_file is not None:
-        return min(draws, 1) if cache_file == "" else 0
+        if cache_file == "":  # a cache in memory
+            return min(draws, 1)
+        return 0
     if draws_random_numbers(dataset):
         return draws + 1
     return draws

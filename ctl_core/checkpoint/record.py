@@ -66,7 +66,9 @@ def _list(folder: Path) -> list[str]:
 
     ``Path.glob`` takes five times as long.
     """
-    return os.listdir(folder) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return os.listdir(folder)
 
 
 def find_user_part(folder: Path, step: int) -> Path:

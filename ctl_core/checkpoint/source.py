@@ -39,7 +39,9 @@ class Source:
     def folder(self) -> Path:
         """The folder of the checkpoint."""
         checkpoints = self.run / "ckpt"
-        return checkpoints / "best" if self.wanted == "best" else checkpoints
+        if self.wanted == "best":
+            return checkpoints / "best"
+        return checkpoints
 
     def find_steps(self) -> list[int]:
         """Returns the steps of the checkpoints that may be used, newest first.

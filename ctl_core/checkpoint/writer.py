@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +20,7 @@ from ctl_core.model.state import State
 from ctl_core.numerics.variables import name_variable, unwrap
 from ctl_core.run.errors import RunError, format_error
 from ctl_core.run.files import relative_path
+from ctl_core.types import Trackable, Variable
 
 _ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
 # By size in bytes; 16 are those of complex128, which become two numbers.
@@ -28,101 +28,131 @@ _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64, 16: tf.int64}
 
 
 class StagingCopy:
-    """A checkpoint of copies: the same objects by the same names, with variables of its own.
+    """A checkpoint with the same objects by the same names, and copies of all variables.
 
-    Costs host memory of the size of a checkpoint.
+    The copies take as much host memory as the checkpoint.
 
     Attributes:
-        checkpoint: what is to be written
-        is_whole: whether all of it are copies; a table, say, is itself in the checkpoint
-        sources, targets: the variables and their copies
+        checkpoint: the checkpoint to be written
+        is_complete: whether all of it are copies; a lookup table, for example, cannot be copied
+        sources: the variables that are copied
+        targets: their copies, in the same order
     """
 
     def __init__(self, original: tf.train.Checkpoint) -> None:
-        parts = tf.train.TrackableView(original).descendants()
         self.checkpoint = GraphCheckpoint()
-        copies: dict[int, Any] = {id(original): self.checkpoint}
-        for part in parts:
-            copy = copies.get(id(part))  # none of the counter, nor of what is inside a variable
+        self.is_complete = True
+        self.sources: list[tf.Variable] = []
+        self.targets: list[tf.Variable] = []
+        descendants = tf.train.TrackableView(original).descendants()
+        copies: dict[int, Trackable] = {id(original): self.checkpoint}
+        for trackable in descendants:
+            # The counter has no copy, nor has anything inside a variable.
+            copy = copies.get(id(trackable))
             if not isinstance(copy, Node | GraphCheckpoint):
                 continue
-            for name, child in tf.train.TrackableView.children(part).items():
-                if part is original and name == "save_counter":
-                    continue  # the copy makes its own
+            for name, child in tf.train.TrackableView.children(trackable).items():
+                if trackable is original and name == "save_counter":
+                    continue  # the copy creates its own
                 if id(child) not in copies:
-                    copies[id(child)] = _copy_part(child)
+                    copies[id(child)] = _copy(child)
                 copy.children[name] = copies[id(child)]
-        self.is_whole = self.checkpoint.in_graph = all(
-            copies.get(id(part)) is not part for part in parts
-        )
-        variables = [part for part in parts if isinstance(copies.get(id(part)), tf.Variable)]
-        self.sources = [unwrap(part) for part in variables]
-        self.targets = [copies[id(part)] for part in variables]
+        for trackable in descendants:
+            copy = copies.get(id(trackable))
+            if copy is trackable:
+                self.is_complete = False
+            if isinstance(copy, tf.Variable):
+                self.sources.append(unwrap(trackable))
+                self.targets.append(copy)
+        self.checkpoint.in_graph = self.is_complete
         if self.targets:
             self.checkpoint.device = self.targets[0].device
 
 
-def _copy_part(part: Any) -> Any:
-    """Returns a variable of the same name and shape, an empty node, or what saves itself."""
-    variable = unwrap(part)
+def _copy(trackable: Trackable) -> Trackable:
+    """Returns a variable of the same name and shape, an empty node, or an object that saves itself.
+
+    The latter, such as a lookup table, is the object itself.
+    """
+    variable = unwrap(trackable)
     if isinstance(variable, tf.Variable):
         with tf.device("CPU:0"):
             zeros = tf.zeros(variable.shape, variable.dtype)
             return tf.Variable(zeros, trainable=False, name=variable.name.split(":")[0])
-    return part if saves_itself(part) else Node()
+    if saves_itself(trackable):
+        return trackable
+    return Node()
+
+
+class CheckpointCopies:
+    """Copies of the user's part and of the engine's part of a checkpoint."""
+
+    def __init__(self, user_part: tf.train.Checkpoint, engine_part: tf.train.Checkpoint) -> None:
+        """Creates the copies; ``update`` gives them values."""
+        user_copy = StagingCopy(user_part)
+        engine_copy = StagingCopy(engine_part)
+        self.user_part = user_copy.checkpoint
+        self.engine_part = engine_copy.checkpoint
+        self.is_complete = user_copy.is_complete and engine_copy.is_complete
+        self.update = define_copy(
+            user_copy.sources + engine_copy.sources, user_copy.targets + engine_copy.targets
+        )
 
 
 class Writer:
     """Writes the user's part, the engine's part and the record, in this order.
 
-    ``written`` has the step of each that is whole, and what its files begin with; ``pool`` has the
-    thread that writes.
+    Attributes:
+        written: the step of each complete checkpoint, and the prefix of its files
+        pool: the thread that writes
     """
 
     def __init__(self, state: State, engine_part: tf.train.Checkpoint) -> None:
         self._state = state
-        self._parts = [state.ckpt, engine_part]
-        self._copies: list[StagingCopy] = []
-        self._take: Any = None  # gives the copies the present values
+        self._engine_part = engine_part
+        self._copies: CheckpointCopies | None = None
         self._pending: Future[None] | None = None
         self.pool = ThreadPoolExecutor(1, "checkpoint")
         self.written: list[tuple[int, Path]] = []
 
     def write(self, record: Record, write_position: Callable[[], None]) -> None:
-        """Begins to write a checkpoint; what was begun before must have been waited for.
+        """Begins to write a checkpoint; call ``wait`` before the next one.
 
         Every process of a cluster must call it, since variables that each replica keeps for itself
-        are summed up to be copied; the chief writes. The first checkpoint is written at once, so
-        that there is one; so is what has no copy since it is no variable, such as a table.
+        are summed up to be copied; the chief writes. The first checkpoint is written before this
+        returns, so that there is one. So are objects that cannot be copied, such as lookup tables.
         """
-        if first := not self._copies:
-            self._copies = user, engine = [StagingCopy(part) for part in self._parts]
-            self._take = define_copy(user.sources + engine.sources, user.targets + engine.targets)
-        self._take()
+        copies = self._copies
+        is_first = copies is None
+        if copies is None:
+            copies = CheckpointCopies(self._state.ckpt, self._engine_part)
+            self._copies = copies
+        copies.update()
         if not self._state.cluster.task.chief:
             return
-        counter = self._parts[0].save_counter
-        self._copies[0].checkpoint.save_counter.assign(counter)
+        counter = self._state.ckpt.save_counter
+        copies.user_part.save_counter.assign(counter)
         counter.assign_add(1)
-        if first or not all(copy.is_whole for copy in self._copies):
-            self._write(record, write_position)
-            return
-        self._pending = self.pool.submit(self._write, record, write_position)
+        if is_first or not copies.is_complete:
+            self._write(copies, record, write_position)
+        else:
+            self._pending = self.pool.submit(self._write, copies, record, write_position)
 
     def wait(self) -> None:
-        """Waits until what was begun has ended; raises what it has raised."""
+        """Waits until the last checkpoint is written; raises the error of writing it."""
         if self._pending is not None:
             self._pending.result()
 
-    def _write(self, record: Record, write_position: Callable[[], None]) -> None:
-        user_part, engine_part = (copy.checkpoint for copy in self._copies)
+    def _write(
+        self, copies: CheckpointCopies, record: Record, write_position: Callable[[], None]
+    ) -> None:
         manager = self._state.manager
         folder = Path(manager.directory)
-        with hold_objects(manager, user_part):
+        with hold_objects(manager, copies.user_part):
             saved = manager.save(checkpoint_number=record.step)
         if saved is None:
             raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
-        engine_part.write(str(folder / "engine" / f"ckpt-{record.step}"))
+        copies.engine_part.write(str(folder / "engine" / f"ckpt-{record.step}"))
         write_position()
         write_record(folder, record)
         keep_best(folder, record)
@@ -131,36 +161,42 @@ class Writer:
 
 
 class Divergence:
-    """Compares the variables over all replicas and processes, before each checkpoint.
+    """Compares the variables of all replicas and processes, before each checkpoint.
 
-    Each replica works out its own update of the summed gradients. One that depends on a replica's
-    own output or batch lets them drift apart, and a checkpoint would hold one replica's opinion.
+    Each replica computes its update from the summed gradients. If the update depends on the output
+    or the batch of that replica, the replicas diverge, and a checkpoint would hold the variables of
+    only one of them.
     """
 
-    def __init__(self, state: State, variables: Iterable[Any]) -> None:
-        """``variables`` must be the same everywhere."""
+    def __init__(self, state: State, variables: Iterable[Variable]) -> None:
+        """Prepares to compare variables, which must have the same values on all replicas."""
         compared = []
         if state.strategy.num_replicas_in_sync > 1:
             mirrored = tf.distribute.DistributedValues
             compared = [variable for variable in variables if isinstance(variable, mirrored)]
         self._names = [name_variable(variable) for variable in compared]
         self._cluster = state.cluster
-        copies = [state.strategy.experimental_local_results(variable) for variable in compared]
+        components = [state.strategy.experimental_local_results(variable) for variable in compared]
+        by_replica = list(zip(*components, strict=True))
 
         @tf.function(autograph=False)
         def compute_digests() -> list[tf.Tensor]:
             """Returns int64[variables] for each replica of this process."""
-            return [tf.stack(list(map(_digest, parts))) for parts in zip(*copies, strict=True)]
+            return [tf.stack(list(map(_digest, replica))) for replica in by_replica]
 
         self._compute_digests = compute_digests
 
     def check(self, step: int) -> None:
-        """Raises a RunError that names a variable that is not the same everywhere."""
+        """Compares the variables after a step.
+
+        Raises:
+            RunError: a variable, which the message names, differs between two replicas.
+        """
         if not self._names:
             return
-        own = np.array([digests.numpy() for digests in self._compute_digests()])
-        everywhere = self._cluster.gather(own.ravel().tolist())
-        table = everywhere.reshape(-1, len(self._names))  # [replicas, variables]
+        local_digests = np.array([digests.numpy() for digests in self._compute_digests()])
+        digests = self._cluster.gather(local_digests.ravel().tolist())
+        table = digests.reshape(-1, len(self._names))  # [replicas, variables]
         differs = table != table[0]
         if not differs.any():
             return
@@ -171,7 +207,7 @@ class Divergence:
         )
 
 
-def _digest(variable: Any) -> tf.Tensor:
+def _digest(variable: tf.Variable) -> tf.Tensor:
     """Sums up a variable's bits, each element times an odd number of its position, mod 2**64."""
     with tf.device(variable.device):
         bits = tf.reshape(tf.cast(_read_bits(variable), tf.int64), [-1])
@@ -179,7 +215,7 @@ def _digest(variable: Any) -> tf.Tensor:
         return tf.reduce_sum(bits * factors)
 
 
-def _read_bits(variable: Any) -> tf.Tensor:
+def _read_bits(variable: tf.Variable) -> tf.Tensor:
     """Returns a variable's value as integers that differ if the value does."""
     value = variable.read_value()
     if value.dtype == tf.string:
@@ -191,7 +227,7 @@ def _read_bits(variable: Any) -> tf.Tensor:
 
 @contextlib.contextmanager
 def write_together(state: State, step: int) -> Iterator[None]:
-    """Around one part of the writing: all processes go on when all are done, or none does.
+    """Makes all processes wait for each other after a part of the writing, and fail together.
 
     Raises:
         RunError: a file cannot be written, here or by another process.
@@ -206,8 +242,8 @@ def write_together(state: State, step: int) -> Iterator[None]:
     if not state.cluster.agree(failure is None):
         why = " by another process"
         if failure is not None:
-            said = getattr(failure, "strerror", None) or format_error(failure, 400).split("; ")[-1]
-            why = f": {said}"
+            cause = getattr(failure, "strerror", None) or format_error(failure, 400).split("; ")[-1]
+            why = f": {cause}"
         raise RunError(
             f"the checkpoint of step {step} cannot be written to "
             f"{relative_path(state.manager.directory)}{why}; earlier checkpoints are kept."

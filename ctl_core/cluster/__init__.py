@@ -1,1 +1,1 @@
-"""Several devices and processes: who this one is, and what they tell each other."""
+"""Several devices and processes: how each knows its place, and how they exchange values."""

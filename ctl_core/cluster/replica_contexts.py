@@ -1,8 +1,8 @@
-"""Replica contexts of the engine: what an exchange between replicas means in a trace.
+"""Replica contexts of the engine: the meaning of an exchange between replicas in a trace.
 
 TensorFlow calls the exchanges of a replica by its context: ``all_reduce``, ``all_gather``, and
-``merge_call``, which variables and Keras layers use. Entering one of these contexts changes what
-they do, for hooks and for code that asks ``tf.distribute.get_replica_context()``, such as a
+``merge_call``, which variables and Keras layers use. Entering one of these contexts changes these
+methods, for hooks and for code that asks ``tf.distribute.get_replica_context()``, such as a
 synchronized batch normalization.
 """
 
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, distribute
 from ctl_core.compat import enter_replica_context
-from ctl_core.types import Count, Gradient, PerReplica, Structure
+from ctl_core.types import Count, Gradient, PerReplica, Structure, UserObject
 
 # Hooks are converted by AutoGraph, and so is every method that they call, unless it is marked.
 do_not_convert = tf.autograph.experimental.do_not_convert
@@ -27,7 +27,7 @@ Options: TypeAlias = tf.distribute.experimental.CommunicationOptions | None
 class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
     """A replica that is traced without the others.
 
-    What it exchanges has the right shapes, and the values of this replica only.
+    Exchanged values have the right shapes, but come from this replica only.
     """
 
     @do_not_convert
@@ -39,8 +39,10 @@ class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
     ) -> PerReplica:
         """Calls a function as if every replica of this process passed the same arguments."""
 
-        def repeat_arguments(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Any:
-            def repeat(argument: Any) -> Any:
+        def repeat_arguments(
+            strategy: tf.distribute.Strategy, args: Structure, kwargs: Structure
+        ) -> Structure:
+            def repeat(argument: UserObject) -> PerReplica:
                 if not isinstance(argument, tf.Tensor | tf.IndexedSlices):
                     return argument
                 return distribute(strategy, [argument] * count_local_replicas(strategy))
@@ -72,7 +74,7 @@ class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
 
 
 class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
-    """A context inside another one, to which it delegates what it does not change."""
+    """A context inside another one, to which it delegates every method that it does not change."""
 
     def __init__(self, outer: tf.distribute.ReplicaContext) -> None:
         number = tf.get_static_value(outer.replica_id_in_sync_group)

@@ -27,8 +27,8 @@ class Signals:
 
     A second SIGINT raises KeyboardInterrupt. If it comes within a second of the first, it counts as
     the same: a process manager may signal a whole cluster, whose supervisor passes the signal on to
-    the same processes. Outside of the main thread nothing is noted, and the program there decides
-    what signals do.
+    the same processes. Outside of the main thread nothing is noted, and the program there handles
+    signals.
 
     Python calls a handler between two of its own instructions, so not before a graph call ends.
 
@@ -57,7 +57,9 @@ class Signals:
     @property
     def received(self) -> int | None:
         """The number of the first signal that was noted, or None."""
-        return self.numbers[0] if self.numbers else None
+        if not self.numbers:
+            return None
+        return self.numbers[0]
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:  # a child that multiprocessing, for one, has forked
@@ -69,7 +71,7 @@ class Signals:
             raise KeyboardInterrupt
 
     def _note_first(self, number: int) -> None:
-        """Notes a signal that has not come before, and says what it does."""
+        """Notes a signal that has not come before, and prints its effect."""
         self.numbers.append(number)
         name = signal.Signals(number).name
         text = f"{name}: the run stops after what is running now, and is saved"

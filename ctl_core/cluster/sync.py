@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other between two graph calls.
+"""Values that the processes of a run share between two graph calls.
 
 Every process of a cluster must make the same sequence of graph calls, or their collectives no
 longer meet. So anything that only one process knows (a signal, its clock, a file that it cannot
@@ -27,7 +27,7 @@ _UNLIKE = re.compile("mismatch in the collective|is joining a group with size")
 
 @dataclasses.dataclass(frozen=True)
 class LoopStatus:
-    """What a process knows after a graph call, and what all of them agree on.
+    """The status of a process after a graph call, or the status that all of them agree on.
 
     Attributes:
         steps_per_call: the most steps of the next graph call; the lowest value counts
@@ -103,7 +103,7 @@ class Cluster:
         return gather  # type: ignore[no-any-return]
 
     def sync(self, status: LoopStatus, hook: object) -> LoopStatus:
-        """Shares the status of this process, and returns what all of them agree on.
+        """Shares the status of this process, and returns the one that all processes agree on.
 
         Args:
             status: of this process
@@ -127,7 +127,9 @@ class Cluster:
             )
         agreed = {}
         for name, column in columns.items():
-            value = min(column) if name in _LOWEST else max(column)
+            value = max(column)
+            if name in _LOWEST:
+                value = min(column)
             agreed[name] = type(values[name])(value)
         return LoopStatus(**agreed)
 
@@ -143,7 +145,7 @@ class Cluster:
     def check_settings(self, config: Config) -> None:
         """Refuses settings that are not the same on every process.
 
-        Settings that only change how a process reports, not what it computes, may differ.
+        Settings that change only how a process reports, not its computation, may differ.
         """
         compared = dataclasses.replace(config, debug=False, runs_dir="runs")
         if not self.has_same(repr(compared).encode()):
@@ -154,7 +156,7 @@ class Cluster:
 
 
 def _check_equal(subject: str, column: np.ndarray, step: int) -> None:
-    """Refuses what differs between the processes after a step."""
+    """Refuses values that differ between the processes after a step."""
     if len({*column}) > 1:
         raise RunError(
             f"after step {step}, the {subject} differ between the processes: a hook must decide "
@@ -168,7 +170,9 @@ def join_peers(task: Task) -> Iterator[None]:
     try:
         yield
     except (tf.errors.OpError, CtlError) as error:
-        cause = error if isinstance(error, tf.errors.OpError) else error.__cause__
+        cause: BaseException | None = error
+        if not isinstance(error, tf.errors.OpError):
+            cause = error.__cause__
         # An error within a hook that names no task is the hook's, from a file system for instance.
         is_of_engine = cause is error or _ABORTED in str(cause) or "/job:" in str(cause)
         if not (is_of_engine and is_peer_lost(task, cause)):

@@ -105,7 +105,7 @@ def _parse(text: str) -> Task:
 
 
 def describe_loss(task: Task, error: BaseException | None) -> str:
-    """Returns a message about a lost process, which it names if the error does, and what to do."""
+    """Returns a message about a lost process, with its name if the error has it, and the cure."""
     text = str(error)
     lost = _LOST.search(text)
     if lost is not None:

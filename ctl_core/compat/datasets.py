@@ -11,14 +11,23 @@ import tensorflow as tf
 # of a position.
 _DRAWING_STAGES = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
 
-# Matches, in the file of a position, the state of a drawing stage, and the state of a full cache in
-# memory. The state of a stage is a serialized variant. Its metadata are their length in one or two
-# bytes, then the names of the stage and of its keys. The pattern cannot match the contents of a
-# buffer, such as texts of the user's, because of the header and the forbidden characters.
+# Matches, in the file of a saved position, the state of each stage that draws random numbers, and
+# the state of each full cache. The state of a stage is a serialized VariantTensorDataProto, which
+# begins with a type name and metadata. The pattern cannot match the elements in a shuffle buffer,
+# such as texts of the user, because of this header and because it forbids control characters.
 _SAVED_DRAWS = re.compile(
-    rb"tensorflow::Iterator\x12..?Iterator::[^@\x00-\x1f]*"
-    rb"(:Shuffle@@|:ShuffleAndRepeat@@|:Random@@|@@[\w@]*cache_completed)",
-    re.DOTALL,
+    rb"""
+    tensorflow::Iterator        # field 1 of the proto: the type name
+    \x12..?                     # the tag of field 2, the metadata; their length as a varint
+    Iterator::[^@\x00-\x1f]*    # the names of the stages from the last one of the pipeline to this
+    (
+        :Shuffle@@              # this stage is a shuffle,
+      | :ShuffleAndRepeat@@
+      | :Random@@               # or draws random numbers otherwise,
+      | @@[\w@]*cache_completed # or has the key that a cache writes once it is full
+    )
+    """,
+    re.DOTALL | re.VERBOSE,
 )
 
 

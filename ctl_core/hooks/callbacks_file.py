@@ -1,7 +1,7 @@
 """The file with the hooks: which one it is, importing it, and the copy in the run folder.
 
-Each run keeps a copy of the file that it was trained with, for ``--callbacks``. What the file
-imports is not copied.
+Each run keeps a copy of the file that it was trained with, for ``--callbacks``. Modules
+that the file imports are not copied.
 """
 
 import contextlib
@@ -30,9 +30,12 @@ _importing: list[Path] = []  # the files that are being run, outermost first
 
 @dataclasses.dataclass(frozen=True)
 class HooksFile:
-    """Where the hooks are read from: the file, what it is a copy of or itself, a line for the user.
+    """A file with hooks.
 
-    Both paths are absolute.
+    Attributes:
+        path: the file that is read, an absolute path
+        stands_for: the file that it is a copy of, or the same file; an absolute path
+        note: a line for the user, or an empty text
     """
 
     path: Path
@@ -43,41 +46,53 @@ class HooksFile:
 def find_callbacks(
     name: str, run: Path | None, trained_with: str, training: bool, project: Path | None = None
 ) -> HooksFile:
-    """Finds the file ``name`` of a project, the current folder unless another one is given.
+    """Finds the file with the hooks in a project.
 
-    A note says where it is not what the ``run`` that is there was ``trained_with``; when
-    ``training``, that goes on with the file as it is now.
+    Its note says if the file has changed since the run was trained with it.
+
+    Args:
+        name: the path of the file in the project
+        run: the folder of the run, if there is one
+        trained_with: the setting ``callbacks`` that the run was trained with
+        training: whether the run trains on, with the file as it is now
+        project: the folder of the project; None is the current folder
 
     Raises:
         SetupError: there is no such file.
     """
     project = project or Path.cwd()
     path = project / name
-    copy = (run / COPY).absolute() if run else path
-    if run and os.path.realpath(path) == os.path.realpath(copy):
-        return HooksFile(path, project / trained_with)
-    is_other = run is not None and name == trained_with and copy.is_file()
-    if not path.is_file():
-        other = (
-            f"{format_name(relative_path(copy))} is as the run was trained"
-            if is_other
-            else "name another"
-        )
-        raise SetupError(f"callbacks: no file {format_name(name)} in {project}; {other}.")
-    if not is_other or copy.read_bytes() == path.read_bytes():
+    if run is None:
+        if not path.is_file():
+            raise _reject_missing(name, project, "name another")
         return HooksFile(path, path)
-    now = "; the run goes on with what it is now" * training
-    note = f"{format_name(name)} is not as it was when the run was trained{now}; "
-    return HooksFile(
-        path, path, f"{note}--callbacks {format_name(relative_path(copy))} takes what it was."
-    )
+    copy = (run / COPY).absolute()
+    if os.path.realpath(path) == os.path.realpath(copy):
+        return HooksFile(path, project / trained_with)
+    copy_name = format_name(relative_path(copy))
+    has_copy = name == trained_with and copy.is_file()
+    if not path.is_file():
+        cure = "name another"
+        if has_copy:
+            cure = f"{copy_name} is as the run was trained"
+        raise _reject_missing(name, project, cure)
+    if not has_copy or copy.read_bytes() == path.read_bytes():
+        return HooksFile(path, path)
+    note = f"{format_name(name)} is not as it was when the run was trained; "
+    if training:
+        note += "the run goes on with what it is now; "
+    return HooksFile(path, path, f"{note}--callbacks {copy_name} takes what it was.")
+
+
+def _reject_missing(name: str, project: Path, cure: str) -> SetupError:
+    return SetupError(f"callbacks: no file {format_name(name)} in {project}; {cure}.")
 
 
 def check_compiles(hooks_file: HooksFile) -> types.CodeType:
-    """Returns the code of the file, of which nothing has run, nor anything that it imports.
+    """Compiles the file without running it, or anything that it imports.
 
     Raises:
-        SetupError: it is no Python; with its own line and message.
+        SetupError: the file has a syntax error; the message has its line.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -85,15 +100,15 @@ def check_compiles(hooks_file: HooksFile) -> types.CodeType:
                 hooks_file.path.read_bytes(), str(hooks_file.path), "exec", dont_inherit=True
             )
     except (SyntaxError, ValueError) as error:
-        raise SetupError(_why(error, hooks_file)) from error
+        raise SetupError(_explain(error, hooks_file)) from error
 
 
 def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.ModuleType:
-    """Runs the file as it is now; modules beside it and in the project are found.
+    """Imports the file as it is now; it can import modules next to it and in the project.
 
     Raises:
-        SetupError: it cannot be imported; with its own line and message; or it is being imported
-            already, and loads a run of its own hooks.
+        SetupError: the import fails; the message has the line. Or the file is being imported
+            already, and loads a run with its own hooks.
     """
     if hooks_file.stands_for in _importing:
         raise SetupError(
@@ -102,11 +117,15 @@ def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.
             "training, pass the hooks of another file (callbacks=module), or begin with the "
             "run's weights (--init-from RUN, without the head: --init-skip 'head/*')."
         )
-    original, project = hooks_file.stands_for, project or Path.cwd()
+    original = hooks_file.stands_for
+    project = project or Path.cwd()
     for folder in (project, original.parent):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
-    module = types.ModuleType(PROJECT if original == project / DEFAULT else MODULE)
+    name = MODULE
+    if original == project / DEFAULT:
+        name = PROJECT
+    module = types.ModuleType(name)
     module.__file__ = str(original)  # by which a file may find its data
     vars(module)["__file_content__"] = hooks_file.path.read_bytes()
     sys.modules[module.__name__] = module
@@ -119,7 +138,7 @@ def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.
         with note_layers(IMPORTED):
             exec(code, vars(module))
     except (Exception, SystemExit) as error:
-        raise SetupError(_why(error, hooks_file)) from error
+        raise SetupError(_explain(error, hooks_file)) from error
     finally:
         _importing.remove(original)
     return module
@@ -127,11 +146,12 @@ def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.
 
 @contextlib.contextmanager
 def keep_imports() -> Iterator[None]:
-    """Lets a project's files load other hooks, whose module and folders replace theirs only within.
+    """Puts the modules of imported hooks, and the search path, back after other hooks were loaded.
 
-    Where nothing had been imported before, what is imported within stays.
+    If no hooks had been imported before, the others stay.
     """
-    path, modules = list(sys.path), {name: sys.modules.get(name) for name in (PROJECT, MODULE)}
+    path = list(sys.path)
+    modules = {name: sys.modules.get(name) for name in (PROJECT, MODULE)}
     try:
         yield
     finally:
@@ -141,21 +161,28 @@ def keep_imports() -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def _why(error: BaseException, hooks_file: HooksFile) -> str:
-    file = hooks_file.path.name
-    text = str(error) if isinstance(error, CtlError) else format_error(error)
+def _explain(error: BaseException, hooks_file: HooksFile) -> str:
+    """Describes in one line why the file cannot be imported, with the line of the file."""
+    if isinstance(error, SyntaxError):
+        file = Path(error.filename or hooks_file.path).name
+        return f"{file}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    text = format_error(error)
+    if isinstance(error, CtlError):
+        text = str(error)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(hooks_file.path)]
-    if isinstance(error, SyntaxError):
-        file, lines = Path(error.filename or file).name, [error.lineno]
-        text = f"{type(error).__name__}: {error.msg}"
-    return f"{file}:{lines[-1]}: {text}" if lines else f"{file}: {text}"
+    place = hooks_file.path.name
+    if lines:
+        place += f":{lines[-1]}"
+    return f"{place}: {text}"
 
 
 def read_hooks_file(callbacks: Any) -> bytes | None:
-    """Returns the content of the file with the hooks; None if they are in no file."""
+    """Returns the content of the file that the hooks are in; None if they are in no file."""
     content: bytes | None = getattr(callbacks, "__file_content__", None)
-    path = Path(getattr(callbacks, "__file__", None) or "")
-    if content is None and path.is_file():
-        return path.read_bytes()
-    return content
+    if content is not None:
+        return content
+    file = Path(getattr(callbacks, "__file__", None) or "")
+    if not file.is_file():
+        return None
+    return file.read_bytes()

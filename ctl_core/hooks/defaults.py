@@ -11,10 +11,11 @@ import keras
 import tensorflow as tf
 
 import ctl_core as ctl
+from ctl_core.types import AnyTensor, Batch, Count, Gradient, ModelInput, Structure
 
 
 @tf.autograph.experimental.do_not_convert
-def nan_to_zero(gradient: Any) -> Any:
+def nan_to_zero(gradient: Gradient) -> Gradient:
     """Returns the gradient with each NaN entry replaced by 0; works on sparse gradients too."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
@@ -28,7 +29,7 @@ class DifferentRowsError(ValueError):
 
 
 @tf.autograph.experimental.do_not_convert
-def leading_dimension(batch: Any) -> Any:
+def leading_dimension(batch: Batch) -> Count | None:
     """Returns the first dimension of a batch's tensors, which all of them have to share.
 
     Scalars are ignored.
@@ -52,8 +53,8 @@ def leading_dimension(batch: Any) -> Any:
     return tf.where(same, first, tf.constant(-1, tf.int64))
 
 
-def explain_different_rows(batch: Any, examples: int | None = None) -> str:
-    """Explains what to do about a batch whose tensors differ in their first dimension.
+def explain_different_rows(batch: Batch, examples: int | None = None) -> str:
+    """Explains how to mend a batch whose tensors differ in their first dimension.
 
     Args:
         batch: a structure of tensors
@@ -71,7 +72,7 @@ def explain_different_rows(batch: Any, examples: int | None = None) -> str:
     )
 
 
-def list_paths(structure: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+def list_paths(structure: Structure, path: str = "batch") -> Iterator[tuple[str, AnyTensor]]:
     """Yields the tensors of a structure, each after the expression that reads it from ``path``."""
     if isinstance(structure, Mapping):
         for key, value in structure.items():
@@ -83,7 +84,7 @@ def list_paths(structure: Any, path: str = "batch") -> Iterator[tuple[str, Any]]
         yield path, structure
 
 
-def get_first_dimension(tensor: Any) -> Any:
+def get_first_dimension(tensor: AnyTensor) -> Count:
     """Returns the first dimension, a number where it is fixed, otherwise an int64 scalar."""
     if tensor.shape.rank and tensor.shape[0] is not None:
         return tensor.shape[0]
@@ -95,14 +96,17 @@ def get_first_dimension(tensor: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert
-def unpack(batch: Any) -> tuple[Any, Any, Any]:
+def unpack(batch: Batch) -> tuple[ModelInput, Structure, tf.Tensor | None]:
     """Returns inputs, targets and sample weights, or None, of a batch (x, y) or (x, y, w).
 
     Raises:
         ValueError: the batch is another one, or its third element cannot be weights.
     """
-    weight, is_sequence = find_sample_weight(batch), isinstance(batch, tuple | list)
-    if not is_sequence or len(batch) != (2 if weight is None else 3):
+    weight = find_sample_weight(batch)
+    size = 3
+    if weight is None:
+        size = 2
+    if not isinstance(batch, tuple | list) or len(batch) != size:
         raise ValueError(
             "expected (inputs, targets) or (inputs, targets, weights), floats of [b] or [b, 1]; "
             "for other batches write input_pre, loss_pre, metric_pre"
@@ -110,16 +114,20 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     return batch[0], batch[1], weight
 
 
-def find_sample_weight(batch: Any) -> Any:
+def find_sample_weight(batch: Batch) -> tf.Tensor | None:
     """Returns the third of three elements if that can be sample weights, otherwise None."""
-    weight = batch[2] if isinstance(batch, tuple | list) and len(batch) == 3 else None
+    if not isinstance(batch, tuple | list) or len(batch) != 3:
+        return None
+    weight = batch[2]
     if not isinstance(weight, tf.Tensor) or not weight.dtype.is_floating:
         return None
-    return weight if weight.shape.rank in (1, None) or weight.shape[1:] == [1] else None
+    if weight.shape.rank in (1, None) or weight.shape[1:] == [1]:
+        return weight
+    return None
 
 
 @tf.autograph.experimental.do_not_convert
-def weighted(loss: Any, batch: Any) -> Any:
+def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
     """Returns the loss of each example times its sample weight, if the batch holds weights.
 
     They are the third element of an (x, y, w) batch; of any other batch the loss stays as it is.

@@ -23,11 +23,12 @@ from ctl_core.run.errors import (
     locate,
     parse_frames,
 )
+from ctl_core.types import Batch, BatchSpec, UserObject
 
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """A function of the user's, or a default, that is called with the arguments it names.
+    """A function of the user, or a default, that is called with the arguments that it names.
 
     Attributes:
         name: the name in messages, such as ``update_pre`` or ``every_steps[10]``
@@ -63,7 +64,7 @@ class Hook:
         """Whether the function is marked with ``deferred``."""
         return bool(getattr(self.function, "deferred", False))
 
-    def __call__(self, **values: Any) -> Any:
+    def __call__(self, **values: Any) -> UserObject:
         """Calls the function with those of ``values`` that it names.
 
         Raises:
@@ -72,13 +73,13 @@ class Hook:
         """
         return self._call(call_function, values)
 
-    def trace(self, **values: Any) -> Any:
+    def trace(self, **values: Any) -> UserObject:
         """Calls the function while a graph is traced, after AutoGraph has converted it."""
         if self.is_default:  # has no control flow on tensors; a conversion takes 25 ms
             return self._call(call_function, values)
         return self._call(convert(call_function), values)
 
-    def _call(self, call: Callable[..., Any], values: dict[str, Any]) -> Any:
+    def _call(self, call: Callable[..., UserObject], values: dict[str, Any]) -> UserObject:
         available = {**self.common, **values}
         try:
             returned = call(self.function, {name: available[name] for name in self.arguments})
@@ -113,7 +114,9 @@ class Hook:
         if code is None or code.co_filename.startswith(ENGINE):
             return None
         lines = [line for filename, line in frames if filename == code.co_filename]
-        return f"{format_file_name(code.co_filename)}:{lines[-1]}" if lines else None
+        if not lines:
+            return None
+        return f"{format_file_name(code.co_filename)}:{lines[-1]}"
 
     def has_frame(self, frames: Iterable[tuple[str, int]]) -> bool:
         """Returns whether one of the frames is in the body of the function."""
@@ -124,7 +127,7 @@ class Hook:
         return any(file == code.co_filename and line in lines for file, line in frames)
 
 
-def call_function(function: Callable[..., Any], values: dict[str, Any]) -> Any:
+def call_function(function: Callable[..., UserObject], values: dict[str, Any]) -> UserObject:
     """Calls a function by argument names."""
     return function(**values)
 
@@ -191,14 +194,18 @@ class Hooks:
             return f"{hook.locate(frames)}: reading the data: {format_error(error)}"
         owner = self.find_owner(frames)
         if owner is None:
+            owner = otherwise
             line_of_model = self.create_model.find_line(frames)
-            owner = f"{otherwise} ({line_of_model})" if line_of_model else otherwise
+            if line_of_model is not None:
+                owner += f" ({line_of_model})"
         return f"{owner}: {format_error(error)}"
 
     def find_owner(self, frames: list[tuple[str, int]]) -> str | None:
         """Returns the hook that created an op, with its line; None if no hook did."""
         hook = self.find_hook(frames)
-        return None if hook is None else hook.locate(frames)
+        if hook is None:
+            return None
+        return hook.locate(frames)
 
     def find_hook(self, frames: list[tuple[str, int]]) -> Hook | None:
         """Returns the hook that created an op, whose stack is given; None if no hook did."""
@@ -208,7 +215,7 @@ class Hooks:
         return None
 
 
-def name_kind(value: Any) -> str:
+def name_kind(value: UserObject) -> str:
     """Returns a description of a value of the wrong kind, for messages."""
     if value is None:
         return "nothing"
@@ -217,22 +224,29 @@ def name_kind(value: Any) -> str:
     if isinstance(value, types.FunctionType):
         return f"a function {inspect.signature(value)}"
     if isinstance(value, tuple | list):
-        noun = "value" if len(value) == 1 else "values"
+        noun = "values"
+        if len(value) == 1:
+            noun = "value"
         return f"a {type(value).__name__} of {len(value)} {noun}"
     if tf.is_tensor(value) and not isinstance(value, tf.Variable):
         return describe(value)
     name = type(value).__name__
-    article = "an" if name[0] in "aeiou" else "a"
+    article = "a"
+    if name[0] in "aeiou":
+        article = "an"
     return f"{article} {name}"
 
 
-def describe(element: Any) -> str:
+def describe(element: Batch | BatchSpec) -> str:
     """Returns the structure of a batch as text: ``(float32[32, 8, 8], int64[32])``."""
     if isinstance(element, dict):
-        return "{" + ", ".join(f"{key}: {describe(part)}" for key, part in element.items()) + "}"
+        items = [f"{key}: {describe(value)}" for key, value in element.items()]
+        return f"{{{', '.join(items)}}}"
     if isinstance(element, tuple | list):
-        return "(" + ", ".join(describe(part) for part in element) + ")"
+        return f"({', '.join(map(describe, element))})"
     if hasattr(element, "dtype") and hasattr(element, "shape"):
-        shape = "" if element.shape.rank is None else element.shape.as_list()
-        return f"{tf.as_dtype(element.dtype).name}{shape}"
+        text: str = tf.as_dtype(element.dtype).name
+        if element.shape.rank is not None:
+            text += str(element.shape.as_list())
+        return text
     return type(element).__name__

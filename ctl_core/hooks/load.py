@@ -1,15 +1,16 @@
-"""Reads the hooks from callbacks.py, and checks what each of them returns.
+"""Reads the hooks from callbacks.py, and defines how the results of each are checked.
 
 table.py lists the hooks and the arguments that each may name; defaults.py has their defaults.
 """
 
 import difflib
+import functools
 import inspect
 import numbers
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -23,9 +24,15 @@ from ctl_core.hooks.spec import Form, HookSpec
 from ctl_core.hooks.table import COMMON, DEFERRED, SPECS, TABLE
 from ctl_core.run.errors import SetupError, find_code, locate, make_line, suggest
 from ctl_core.run.settings import Config
+from ctl_core.types import Callbacks, UserObject
+
+# The value of a field of ``Hooks``, which depends on the form of the hook.
+HookField: TypeAlias = (
+    Hook | tuple[Hook, ...] | dict[int, tuple[Hook, ...]] | tuple[str, ...] | None
+)
 
 
-def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
+def load_hooks(callbacks: Callbacks, config: Config) -> tuple[Hooks, list[str]]:
     """Reads the hooks from a module, from any object with these attributes, or from a dict.
 
     ``Hooks`` are returned unchanged.
@@ -45,14 +52,16 @@ def load_hooks(callbacks: Any, config: Config) -> tuple[Hooks, list[str]]:
     misspelt = find_misspelt(callbacks, origin)
     check_required(callbacks, origin, misspelt)
     common = {"config": config, "hparams": config.hparams}
-    hooks = {spec.name: _read_hook(spec, callbacks, common, origin) for spec in TABLE}
+    hooks: dict[str, Any] = {
+        spec.name: _read_hook(spec, callbacks, common, origin) for spec in TABLE
+    }
     if not hasattr(callbacks, "train_metric_pre"):
         # The arguments of metric_pre, also the user's, are among those of train_metric_pre.
         hooks["train_metric_pre"] = hooks["metric_pre"]
     return Hooks(**hooks), misspelt
 
 
-def check_required(callbacks: Any, origin: str, misspelt: Sequence[str]) -> None:
+def check_required(callbacks: Callbacks, origin: str, misspelt: Sequence[str]) -> None:
     """Refuses callbacks that lack a required hook.
 
     Args:
@@ -72,30 +81,29 @@ def check_required(callbacks: Any, origin: str, misspelt: Sequence[str]) -> None
         raise SetupError(" ".join([f"{origin}: missing {names}; {cure}", *misspelt]))
 
 
-def _read_hook(spec: HookSpec, callbacks: Any, common: Mapping[str, Any], origin: str) -> Any:
-    """Returns the value of a hook's field in ``Hooks``, which depends on the form of the hook."""
-
-    def make(function: Any, name: str = spec.name) -> Hook:
-        return make_hook(spec, name, function, common, origin)
-
+def _read_hook(
+    spec: HookSpec, callbacks: Callbacks, common: Mapping[str, Any], origin: str
+) -> HookField:
+    """Reads a hook, or its default where the callbacks have none."""
+    make = functools.partial(make_hook, spec, common=common, origin=origin)
     default = getattr(defaults, spec.name, None)
     value = getattr(callbacks, spec.name, default)
     if spec.form is Form.NAMES:
         return tuple(value or ())
     if spec.form is Form.FUNCTIONS:
-        return tuple(make(function) for function in _list(value))
+        return tuple(make(spec.name, function) for function in _list(value))
     if spec.form is Form.SCHEDULE:
         return {
-            step: tuple(make(function, f"{spec.name}[{step}]") for function in _list(functions))
+            step: tuple(make(f"{spec.name}[{step}]", function) for function in _list(functions))
             for step, functions in read_schedule(spec, value, origin).items()
         }
     if value is None and default is None:  # the engine works without this hook
         return None
-    return make(value)
+    return make(spec.name, value)
 
 
 def make_hook(
-    spec: HookSpec, name: str, function: Any, common: Mapping[str, Any], origin: str
+    spec: HookSpec, name: str, function: UserObject, common: Mapping[str, Any], origin: str
 ) -> Hook:
     """Returns a hook that is called with the arguments that a function names.
 
@@ -121,13 +129,15 @@ def make_hook(
     )
 
 
-def _list(value: Any) -> Sequence[Any]:
+def _list(value: UserObject) -> Sequence[Any]:
     if isinstance(value, list | tuple):
         return value
-    return [] if value is None else [value]
+    if value is None:
+        return []
+    return [value]
 
 
-def read_schedule(spec: HookSpec, value: Any, origin: str) -> dict[int, Any]:
+def read_schedule(spec: HookSpec, value: UserObject, origin: str) -> dict[int, Any]:
     """Returns the functions of a schedule by step.
 
     Raises:
@@ -140,7 +150,7 @@ def read_schedule(spec: HookSpec, value: Any, origin: str) -> dict[int, Any]:
     return value
 
 
-def read_arguments(spec: HookSpec, name: str, function: Any, origin: str) -> tuple[str, ...]:
+def read_arguments(spec: HookSpec, name: str, function: UserObject, origin: str) -> tuple[str, ...]:
     """Returns the names of the available arguments that a hook's function takes.
 
     Raises:
@@ -157,7 +167,9 @@ def read_arguments(spec: HookSpec, name: str, function: Any, origin: str) -> tup
     for parameter in parameters.values():
         is_optional = parameter.default is not parameter.empty or "*" in str(parameter)
         if parameter.name not in available and not is_optional:
-            place = locate(function) if find_code(function) else origin
+            place = origin
+            if find_code(function):
+                place = locate(function)
             cure = f"; it may name {', '.join(available)}."
             if is_deferred:
                 raise SetupError(
@@ -168,7 +180,7 @@ def read_arguments(spec: HookSpec, name: str, function: Any, origin: str) -> tup
     return tuple(argument for argument in parameters if argument in available)
 
 
-def find_misspelt(callbacks: Any, origin: str) -> list[str]:
+def find_misspelt(callbacks: Callbacks, origin: str) -> list[str]:
     """Returns a warning for each name that is almost that of a hook."""
     warnings: list[str] = []
     for name in dir(callbacks):
@@ -183,15 +195,19 @@ def find_misspelt(callbacks: Any, origin: str) -> list[str]:
     return warnings
 
 
-def _is_given(value: Any) -> bool:
+def _is_given(value: UserObject) -> bool:
     return value is not None
 
 
-def _is_function(value: Any) -> bool:
+def _is_dataset(value: UserObject) -> bool:
+    return isinstance(value, tf.data.Dataset)
+
+
+def _is_function(value: UserObject) -> bool:
     return callable(value) and not isinstance(value, type)
 
 
-def _is_loss(value: Any) -> bool:
+def _is_loss(value: UserObject) -> bool:
     """Returns whether a value can be called with one argument, and returns no mean of a batch."""
     if not _is_function(value) or getattr(value, "reduction", None) not in ("sum", "none", None):
         return False
@@ -207,13 +223,13 @@ def _is_loss(value: Any) -> bool:
     return True
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: UserObject) -> bool:
     # An optimizer of TensorFlow 1 sums gradients over the replicas by itself.
     refused = (type, tf.compat.v1.train.Optimizer)
     return hasattr(value, "apply_gradients") and not isinstance(value, refused)
 
 
-def _are_optimizers(value: Any) -> bool:
+def _are_optimizers(value: UserObject) -> bool:
     optimizers = [value]
     if isinstance(value, dict):
         optimizers = list(value.values())
@@ -222,7 +238,7 @@ def _are_optimizers(value: Any) -> bool:
     return bool(optimizers) and all(map(_is_optimizer, optimizers))
 
 
-def _are_metrics(value: Any) -> bool:
+def _are_metrics(value: UserObject) -> bool:
     return (
         isinstance(value, dict)
         and all(isinstance(name, str) and name != "loss" for name in value)
@@ -230,13 +246,13 @@ def _are_metrics(value: Any) -> bool:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: UserObject) -> bool:
     if tf.is_tensor(value):
         return value.shape.rank in (0, None) and (value.dtype.is_floating or value.dtype.is_integer)
     return isinstance(value, numbers.Real)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: UserObject) -> bool:
     """Returns whether a value is an integer, or None, which stands for a single example."""
     if value is None:
         return True
@@ -245,11 +261,11 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, numbers.Integral)
 
 
-def _is_pair(value: Any) -> bool:
+def _is_pair(value: UserObject) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
 
-def _is_flag(value: Any) -> bool:
+def _is_flag(value: UserObject) -> bool:
     """Returns whether a value is one bool, or None, which stands for False."""
     if value is None:
         return True
@@ -258,22 +274,22 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _is_update(value: Any) -> bool:
+def _is_update(value: UserObject) -> bool:
     """Returns whether a value is an ``Update``, or a plain tuple of 2 or 3 such values."""
     if not isinstance(value, tuple | list) or len(value) not in (2, 3):
         return False
     return isinstance(value[0], tuple | list) and all(map(_is_flag, value[2:]))
 
 
-def _is_saved(value: Any) -> bool:
+def _is_saved(value: UserObject) -> bool:
     """Returns whether a value is a checkpoint and a manager that keeps more than one."""
     kinds = (tf.train.Checkpoint, tf.train.CheckpointManager)
-    return (
-        _is_pair(value) and all(map(isinstance, value, kinds)) and read_max_to_keep(value[1]) != 1
-    )
+    if not _is_pair(value) or not all(map(isinstance, value, kinds)):
+        return False
+    return read_max_to_keep(value[1]) != 1
 
 
-def _is_objective(value: Any) -> bool:
+def _is_objective(value: UserObject) -> bool:
     """Returns whether a value is an ``Objective``, or a plain tuple of 3 or 4 such values."""
     if not isinstance(value, tuple | list) or len(value) not in (3, 4):
         return False
@@ -285,14 +301,19 @@ def _is_objective(value: Any) -> bool:
     )
 
 
-def _are_objectives(value: Any) -> bool:
+def _are_objectives(value: UserObject) -> bool:
     if isinstance(value, dict):
         return all(map(_is_objective, value.values()))
     return _is_objective(value)
 
 
+def _are_losses(value: UserObject) -> bool:
+    """Returns whether a value is a pair whose second member is a number."""
+    return _is_pair(value) and _is_number(value[1])
+
+
 CONTRACT: dict[str, Callable[[Any], bool]] = {
-    "make_batches": lambda value: isinstance(value, tf.data.Dataset),
+    "make_batches": _is_dataset,
     "count_examples": _is_count,
     "create_model": _is_function,
     "create_eval_model": _is_function,
@@ -310,5 +331,5 @@ CONTRACT: dict[str, Callable[[Any], bool]] = {
     "train_metric_pre": _is_given,
     "create_metrics": _are_metrics,
     "metric_pre": _is_given,
-    "eval_pre": lambda value: _is_pair(value) and _is_number(value[1]),
+    "eval_pre": _are_losses,
 }

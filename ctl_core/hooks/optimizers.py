@@ -1,22 +1,22 @@
 """Checks the optimizers that ``create_opt`` returned."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 
 from ctl_core.hooks.hooks import Hook
+from ctl_core.types import Optimizer, UserObject
 
 
-def refuse_loss_scales(hook: Hook, optimizers: Any) -> None:
+def refuse_loss_scales(hook: Hook, optimizers: UserObject) -> None:
     """Refuses optimizers that divide gradients by a loss scale, since nothing multiplies the loss.
 
     Args:
         hook: ``create_opt``
-        optimizers: what it returned: an optimizer, pairs, or a dict
+        optimizers: the value that it returned: an optimizer, pairs, or a dict
 
     Raises:
-        SetupError: one of them does, or an optimizer that it is a wrapper of.
+        SetupError: such an optimizer is among them, or wrapped by one of them.
     """
     for optimizer in find_optimizers(optimizers):
         name = type(optimizer).__name__
@@ -34,9 +34,9 @@ def refuse_loss_scales(hook: Hook, optimizers: Any) -> None:
             )
 
 
-def find_optimizers(value: Any) -> Iterator[Any]:
+def find_optimizers(value: UserObject) -> Iterator[Optimizer]:
     """Yields the optimizers in a value, and those that they hold: wrapped ones, and members."""
-    seen: dict[int, Any] = {}  # keeps the objects, so that no other object gets the same id
+    seen: dict[int, UserObject] = {}  # keeps the objects, so that no other object gets the same id
     waiting = [value]
     while waiting:
         item = waiting.pop()

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -25,9 +25,13 @@ from ctl_core.compat import (
     watch_new_layers,
 )
 from ctl_core.numerics.variables import unwrap
+from ctl_core.types import Model, Trackable, Variable
 
 # The layers that were created while callbacks.py was imported.
 IMPORTED: list[weakref.ref[Any]] = []
+
+# Anything whose ``trainable`` can be set.
+Freezable: TypeAlias = keras.Layer | Variable
 
 
 @contextlib.contextmanager
@@ -87,7 +91,7 @@ class Recording:
     def watch(self, hook: str) -> Iterator[None]:
         """Notes variables that a host hook creates in training, which no restore would know."""
 
-        def create(make: Callable[..., Any], **values: Any) -> Any:
+        def create(make: Callable[..., tf.Variable], **values: Any) -> tf.Variable:
             variable = make(**values)
             name = variable.name.split(":")[0]
             self._late.append((f"{hook}: makes the variable {name}", weakref.ref(variable)))
@@ -101,11 +105,14 @@ class Recording:
         if any(reference() is not None for _, reference in self._late):
             gc.collect()
         self._late = [entry for entry in self._late if entry[1]() is not None]
-        return self._late[0][0] if self._late else None
+        if not self._late:
+            return None
+        description, _ = self._late[0]
+        return description
 
     @contextlib.contextmanager
     def _listen(self) -> Iterator[None]:
-        def create(make: Callable[..., Any], **values: Any) -> Any:
+        def create(make: Callable[..., tf.Variable], **values: Any) -> tf.Variable:
             variable = make(**values)
             self.add(variable)
             return variable
@@ -117,7 +124,7 @@ class Recording:
         finally:
             self._open = False
 
-    def add(self, variable: Any, name: str | None = None) -> None:
+    def add(self, variable: tf.Variable, name: str | None = None) -> None:
         """Records a tf.Variable, unless it is known, as a variable of the hook that runs.
 
         Args:
@@ -134,7 +141,7 @@ class Recording:
     def _drop(self, identity: int) -> None:
         self._known.discard(identity)  # another object may get the same id
 
-    def add_model(self, hook: str, model: Any) -> None:
+    def add_model(self, hook: str, model: Model) -> None:
         """Records the layers and variables of a Keras model, wherever it was created."""
         known = {id(layer) for layer in self.layers}
         new = [layer for layer in flatten_layers(model) if id(layer) not in known]
@@ -163,7 +170,7 @@ class Recording:
             variables[name] = variable
         return variables
 
-    def find_written(self, graph: Any, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
+    def find_written(self, graph: tf.Graph, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
         """Returns the variables that a graph writes on any replica."""
         written_handles = {id(handle) for handle in find_written_resources(graph)}
 
@@ -195,7 +202,7 @@ class Recording:
         return [variable for name, variable in self.variables.items() if is_tf_generator(name)]
 
 
-def find_tables(graph: Any) -> list[Any]:
+def find_tables(graph: tf.Graph) -> list[Trackable]:
     """Returns the lookup tables that a graph captures, wherever they were created."""
     captured = {id(outer) for outer, _ in graph.captures}
     kind = tf.saved_model.experimental.TrackableResource
@@ -204,7 +211,7 @@ def find_tables(graph: Any) -> list[Any]:
     return [resource for resource in resources if id(resource.resource_handle) in captured]
 
 
-def list_freezable(recording: Recording) -> list[Any]:
+def list_freezable(recording: Recording) -> list[Freezable]:
     """Returns everything that can be frozen: the layers, then their variables, each once."""
     variables = {
         id(variable): variable for layer in recording.layers for variable in layer.variables
@@ -217,7 +224,7 @@ def read_flags(recording: Recording) -> list[bool]:
     return [bool(freezable.trainable) for freezable in list_freezable(recording)]
 
 
-def set_flags(freezables: list[Any], flags: list[bool]) -> bool:
+def set_flags(freezables: list[Freezable], flags: list[bool]) -> bool:
     """Sets whether layers and variables are trainable.
 
     Args:
@@ -231,10 +238,12 @@ def set_flags(freezables: list[Any], flags: list[bool]) -> bool:
         return False
     pairs = list(zip(freezables, flags, strict=True))
     # Setting the flag of a layer sets those of its members, so that several rounds may be needed.
-    while changed := [pair for pair in pairs if bool(pair[0].trainable) != pair[1]]:
+    while True:
+        changed = [pair for pair in pairs if bool(pair[0].trainable) != pair[1]]
+        if not changed:
+            return True
         for freezable, flag in changed:
             freezable.trainable = flag
-    return True
 
 
 @contextlib.contextmanager

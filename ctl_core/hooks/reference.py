@@ -1,4 +1,4 @@
-"""The table of hooks as text: what ``python -m ctl_core hooks`` prints, and code of the defaults.
+"""The table of hooks as text, for ``python -m ctl_core hooks``, and the code of the defaults.
 
 The code is read from the file defaults.py, which is not imported, for it would import TensorFlow.
 """
@@ -50,12 +50,16 @@ def format_hook(spec: HookSpec) -> str:
 
 
 def _format_row(spec: HookSpec) -> Iterator[str]:
-    mark = "" if spec.place is Place.SETUP else f"  [{spec.place.value}]"
+    mark = ""
+    if spec.place is not Place.SETUP:
+        mark = f"  [{spec.place.value}]"
     yield from _wrap(f"{spec.signature}{mark}", "", "    ")
     yield from _wrap(f"{spec.purpose}.", "    ", "    ")
     if spec.returns:
         yield from _wrap(f"returns: {spec.returns}", "    ", "        ")
-    default = "none: the hook is required" if spec.is_required else spec.default
+    default = spec.default
+    if spec.is_required:
+        default = "none: the hook is required"
     yield from _wrap(f"default: {default}", "    ", "        ")
 
 
@@ -81,7 +85,8 @@ def _list_lines(spec: HookSpec) -> Iterator[str]:
         yield "default: none, the hook is required"
     else:
         yield from _wrap(f"default: {spec.default}", "", "    ")
-    if source := read_default_source(spec.name):
+    source = read_default_source(spec.name)
+    if source:
         yield ""
         yield textwrap.indent(source, "    ")
     yield ""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Objective(NamedTuple):
-    """What ``grad_pre`` returns: a loss to differentiate, and the variables to train by it.
+    """The result of ``grad_pre``: a loss to differentiate, and the variables to train by it.
 
     Example::
 
@@ -36,7 +36,7 @@ class Objective(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What ``update_pre`` returns.
+    """The result of ``update_pre``.
 
     Attributes:
         update_gradients: the gradients that the optimizer applies, one for each it was given
@@ -50,7 +50,7 @@ class Update(NamedTuple):
 
 
 class Checkpointing(NamedTuple):
-    """What ``create_ckpt`` returns.
+    """The result of ``create_ckpt``.
 
     Attributes:
         ckpt: the objects that are saved
@@ -62,7 +62,7 @@ class Checkpointing(NamedTuple):
 
 
 class EvalLoss(NamedTuple):
-    """What ``eval_pre`` returns.
+    """The result of ``eval_pre``.
 
     Attributes:
         loss_per_batch: a number for each example, of shape [b], or their sum; never a mean

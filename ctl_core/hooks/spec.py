@@ -16,7 +16,7 @@ class Place(enum.Enum):
 
 
 class Form(enum.Enum):
-    """What callbacks.py has under the name of a hook."""
+    """The form of the value that callbacks.py has under the name of a hook."""
 
     FUNCTION = "a function"
     SCHEDULE = "a dict {N: function or list of functions} by numbers of steps"
@@ -31,7 +31,7 @@ class Argument:
     Attributes:
         name: the name of the argument or field
         type: its Python type
-        meaning: what the value is, a phrase
+        meaning: a phrase that says which value it is
         shape: of tensors; b is the number of examples in a batch, and [] a scalar
     """
 
@@ -53,15 +53,15 @@ class HookSpec:
     Attributes:
         name: the name in callbacks.py
         place: where the hook runs
-        purpose: what the hook is for, one phrase without a period
-        details: what else there is to know, whole sentences
+        purpose: the use of the hook, one phrase without a period
+        details: everything else about the hook, whole sentences
         arguments: the values that the hook may name
-        returns: what the hook has to return, a phrase that error messages show
+        returns: the result, a phrase that error messages show
         result: the named tuple of the public names that the hook may return; empty if it has none
         fields: the fields of ``result``
-        default: what happens without the hook, a phrase
+        default: the behavior without the hook, a phrase
         example: the hook as a user writes it; names keras, tf and ctl stand for the libraries
-        form: what callbacks.py has under the name
+        form: the form of the value in callbacks.py
         is_required: whether there is no training without the hook
     """
 

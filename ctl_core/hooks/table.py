@@ -1,4 +1,4 @@
-"""The table of hooks: what each is for, its arguments, what it returns, its default, an example.
+"""The table of hooks: for each its purpose, arguments, result and default, and an example.
 
 The table is the single source of the arguments that hooks are called with, of the messages about
 wrong hooks, of ``python -m ctl_core hooks`` and of the pages of the documentation. The code of the

@@ -1,1 +1,1 @@
-"""The training data: what the hooks return -> global batches -> the share of each replica."""
+"""The training data: the dataset of the hooks -> global batches -> the share of each replica."""

@@ -6,13 +6,13 @@ special cases: a run is a function of the data, the seed and the global batch.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, distribute
 from ctl_core.hooks.defaults import get_first_dimension
-from ctl_core.types import Batch
+from ctl_core.types import AnyTensor, Batch, BatchSpec, Count, PerReplica, Structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class BatchShape:
         return max(1, self.batch // self.shares)
 
     def count_rows_of(
-        self, replica: int | tf.Tensor, examples: int | tf.Tensor
+        self, replica: Count, examples: Count
     ) -> tuple[tf.Tensor | None, tf.Tensor | None]:
         """Returns how many rows of a global batch a replica has, and whether there are any.
 
@@ -55,12 +55,13 @@ class BatchShape:
         """
         if isinstance(examples, int) and examples % self.shares == 0:
             return None, None
-        rows_of_each, remainder = examples // self.shares, examples % self.shares
+        rows_of_each = examples // self.shares
+        remainder = examples % self.shares
         larger_shares = tf.maximum(remainder - replica + self.replicas - 1, 0) // self.replicas
         rows = self.accumulate_steps * rows_of_each + larger_shares
         return rows, rows > 0
 
-    def count_rows_before(self, replica: Any, examples: Any) -> tf.Tensor:
+    def count_rows_before(self, replica: Count, examples: Count) -> tf.Tensor:
         """Returns how many rows of a global batch the replicas before this one have, an int32."""
         replica = tf.cast(replica, tf.int32)
         replicas = tf.range(self.replicas)
@@ -87,15 +88,15 @@ class Share(NamedTuple):
     together: tf.Tensor | None = None
 
 
-def find_start(share: int | tf.Tensor, examples: int | tf.Tensor, shares: int) -> tf.Tensor:
+def find_start(share: Count, examples: Count, shares: int) -> tf.Tensor:
     """Returns the first row of a share; shares with one more row come first."""
     return share * (examples // shares) + tf.minimum(share, examples % shares)
 
 
 def take_share(
     batch: Batch,
-    examples: int | tf.Tensor,
-    index: int | tf.Tensor,
+    examples: Count,
+    index: Count,
     shares: int,
     replicas: int,
 ) -> Share:
@@ -112,28 +113,30 @@ def take_share(
         return Share(batch)
     if isinstance(examples, int) and examples % shares == 0:
         size = examples // shares
-        first = index * size
-        return Share(tf.nest.map_structure(lambda tensor: take_rows(tensor, first, size), batch))
+        return Share(take_batch_rows(batch, index * size, size))
     first = find_start(index, examples, shares)
     rows = find_start(index + 1, examples, shares) - first
     micro_batch = index - index % replicas
     end_of_micro_batch = find_start(micro_batch + replicas, examples, shares)
     together = end_of_micro_batch - find_start(micro_batch, examples, shares)
-    size, present = rows, None
+    size = rows
+    present = None
     if not isinstance(examples, int) or examples < shares:
         present = rows > 0
         size = tf.maximum(rows, 1)
         first = tf.minimum(first, examples - size)
-    own_rows = tf.nest.map_structure(lambda tensor: take_rows(tensor, first, size), batch)
-    return Share(own_rows, rows, present, together)
+    return Share(take_batch_rows(batch, first, size), rows, present, together)
 
 
 def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> Share:
     """Returns a share whose fields have a value for each replica of this process."""
-    fields = map(list, zip(*shares, strict=True))
-    return Share(
-        *(None if values[0] is None else distribute(strategy, values) for values in fields)
-    )
+    fields: list[PerReplica | None] = []
+    for values in zip(*shares, strict=True):
+        if values[0] is None:
+            fields.append(None)
+        else:
+            fields.append(distribute(strategy, list(values)))
+    return Share(*fields)
 
 
 def find_first_replica(strategy: tf.distribute.Strategy) -> int:
@@ -144,7 +147,12 @@ def find_first_replica(strategy: tf.distribute.Strategy) -> int:
     return int(resolver.task_id or 0) * count_local_replicas(strategy)
 
 
-def take_rows(tensor: Any, first: int | tf.Tensor, size: int | tf.Tensor) -> Any:
+def take_batch_rows(batch: Batch, first: Count, size: Count) -> Batch:
+    """Returns ``size`` rows of a batch from ``first`` on."""
+    return tf.nest.map_structure(lambda tensor: take_rows(tensor, first, size), batch)
+
+
+def take_rows(tensor: AnyTensor, first: Count, size: Count) -> AnyTensor:
     """Returns ``size`` rows of a tensor from ``first`` on; a scalar belongs to all rows.
 
     Args:
@@ -159,20 +167,21 @@ def take_rows(tensor: Any, first: int | tf.Tensor, size: int | tf.Tensor) -> Any
     if tensor.shape.rank == 0:
         return tensor
     if isinstance(size, int) and not isinstance(tensor, tf.RaggedTensor):
-        rest = [-1 if length is None else length for length in tensor.shape[1:]]
-        return tf.slice(tensor, [first, *(0 for _ in rest)], [size, *rest])
+        # Written out, the lengths stay known where ``first`` is a tensor.
+        lengths = [-1 if length is None else length for length in tensor.shape[1:]]
+        return tf.slice(tensor, [first] + [0] * len(lengths), [size, *lengths])
     return tensor[first : first + size]
 
 
-def keep_rows_if(present: tf.Tensor, values: Any) -> Any:
+def keep_rows_if(present: tf.Tensor, values: Structure) -> Structure:
     """Returns a structure of tensors, without rows if those are placeholders.
 
     Args:
         present: whether the replica has rows of its own, a scalar bool
-        values: what the replica has for hooks
+        values: the structure, which may have other values, too
     """
 
-    def keep(value: Any) -> Any:
+    def keep(value: AnyTensor) -> AnyTensor:
         if not tf.is_tensor(value) or not value.shape.rank:
             return value
         return take_rows(value, 0, tf.where(present, count_rows(value), 0))
@@ -194,19 +203,29 @@ def add_to_digest(digest: tf.Tensor | tf.Variable, batch: Batch) -> tf.Tensor:
         batch: the batch that is added
     """
     tensors = tf.nest.flatten(batch, expand_composites=True)
-    first_rows = [tensor[:1] if tensor.shape.rank else tensor for tensor in tensors]
-    texts = [tf.io.serialize_tensor(row) for row in first_rows]
+    texts = [tf.io.serialize_tensor(_take_first_row(tensor)) for tensor in tensors]
     texts += [tf.io.serialize_tensor(tf.shape(tensor)) for tensor in tensors]
     return 31 * digest + tf.strings.to_hash_bucket_fast(tf.strings.join(texts), 2**40)
 
 
-def has_varying_widths(spec: Any) -> bool:
+def _take_first_row(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the first row of a dense tensor, or the scalar that it is."""
+    if tensor.shape.rank == 0:
+        return tensor
+    return tensor[:1]
+
+
+def has_varying_widths(spec: BatchSpec) -> bool:
     """Returns whether dense tensors of elements may differ in more than their first dimension."""
-    dense = [part for part in tf.nest.flatten(spec) if isinstance(part, tf.TensorSpec)]
-    return any(part.shape.rank is None or None in part.shape[1:].as_list() for part in dense)
+    shapes = [
+        tensor_spec.shape
+        for tensor_spec in tf.nest.flatten(spec)
+        if isinstance(tensor_spec, tf.TensorSpec)
+    ]
+    return any(shape.rank is None or None in shape[1:].as_list() for shape in shapes)
 
 
-def set_rows(spec: Any, rows: int | None = None, name: str | None = None) -> Any:
+def set_rows(spec: tf.TypeSpec, rows: int | None = None, name: str | None = None) -> tf.TypeSpec:
     """Returns the specification of a tensor with another number of rows; a scalar's stays.
 
     Args:
@@ -214,7 +233,9 @@ def set_rows(spec: Any, rows: int | None = None, name: str | None = None) -> Any
         rows: the number of rows; None: any
         name: the name of a dense tensor
     """
-    shape = [rows, *spec.shape[1:]] if spec.shape.rank else spec.shape
+    shape = spec.shape
+    if shape.rank:
+        shape = [rows, *shape[1:]]
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     if isinstance(spec, tf.SparseTensorSpec):
@@ -222,8 +243,10 @@ def set_rows(spec: Any, rows: int | None = None, name: str | None = None) -> Any
     return tf.TensorSpec(shape, spec.dtype, name)
 
 
-def make_placeholders(spec: Any) -> Batch:
+def make_placeholders(spec: BatchSpec) -> Batch:
     """Returns a batch without values for a specification, in a graph."""
     return tf.nest.map_structure(
-        lambda part: tf.compat.v1.placeholder(part.dtype, part.shape), spec, expand_composites=True
+        lambda tensor_spec: tf.compat.v1.placeholder(tensor_spec.dtype, tensor_spec.shape),
+        spec,
+        expand_composites=True,
     )

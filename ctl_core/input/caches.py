@@ -46,10 +46,12 @@ def refuse_unfinished_caches(hook: Hook, dataset: tf.data.Dataset) -> None:
             gc.collect()  # an iterator of this process that nobody uses removes its own files
         leftovers = sorted(tf.io.gfile.glob(f"{file}_*"))
         if leftovers:
-            named = f"{file}_*" if len(leftovers) > 4 else " ".join(leftovers)
+            to_delete = " ".join(leftovers)
+            if len(leftovers) > 4:
+                to_delete = f"{file}_*"
             raise hook.reject(
                 f"its cache file {file} is unfinished: another process is writing it, or was "
-                f"stopped. If none is running, delete {named} and start again."
+                f"stopped. If none is running, delete {to_delete} and start again."
             )
 
 
@@ -62,11 +64,14 @@ def refuse_shared_caches(hook: Hook, dataset: tf.data.Dataset, cluster: Cluster)
         SetupError: two processes on one machine use the same file, and it is not complete.
     """
     files = list_unfinished_caches(dataset)
-    place = f"{platform.node()}:{sorted(map(os.path.abspath, files))}"
-    checksum = zlib.crc32(place.encode()) + 1 if files else 0
+    checksum = 0  # of a process without such a file
+    if files:
+        place = f"{platform.node()}:{sorted(map(os.path.abspath, files))}"
+        checksum = zlib.crc32(place.encode()) + 1
     checksums = [int(value) for value in cluster.gather([checksum]).ravel() if value]
     if len(set(checksums)) < len(checksums):
+        file = files[0] if files else ""  # this process may have none
         raise hook.reject(
-            f"several processes would write the cache file {files[0] if files else ''} at once; "
+            f"several processes would write the cache file {file} at once; "
             "name one for each process, such as f'cache-{os.getpid()}', or cache in memory."
         )

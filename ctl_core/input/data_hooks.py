@@ -1,11 +1,12 @@
 """Calls the hooks of the training data: ``create_dataset`` and then ``make_batches``.
 
 Iterators of one dataset share the state of its shuffles. So the dataset that is trained on is never
-read for another purpose: what has to be found out by reading is found out on a second one, which
-the same hooks create from the same seed.
+read for another purpose: an inspection reads a second one, which the same hooks create from the
+same seed.
 """
 
 import dataclasses
+import functools
 
 import keras
 import tensorflow as tf
@@ -19,12 +20,12 @@ from ctl_core.types import Batch
 
 @dataclasses.dataclass(frozen=True)
 class HookedData:
-    """What one call of the hooks of the data returned.
+    """The dataset that a call of the data hooks returned.
 
     Attributes:
         dataset: the dataset whose elements are used
         hook: the hook that returned it, for messages
-        reader: what reads the object that ``create_dataset`` returned, if it is no tf.data.Dataset
+        reader: reads the object of ``create_dataset``; None for a tf.data.Dataset
         is_stream: whether ``make_batches`` returned another dataset than the repeated one that it
             was given; that one has no passes, because it has to be endless
     """
@@ -36,10 +37,10 @@ class HookedData:
 
 
 class DataHooks:
-    """Calls the hooks of the data with the sizes of a run."""
+    """Calls the data hooks with the sizes of a run."""
 
     def __init__(self, hooks: Hooks, seed: int, batch: int, replicas: int) -> None:
-        """Stores what the hooks are called with.
+        """Stores the arguments of the hooks.
 
         Args:
             hooks: the hooks of the run
@@ -63,17 +64,23 @@ class DataHooks:
         Raises:
             SetupError: a hook returned something else than a dataset or a reader.
         """
-        create_dataset, make_batches = self._hooks.create_dataset, self._hooks.make_batches
+        create_dataset = self._hooks.create_dataset
+        make_batches = self._hooks.make_batches
         arguments = {
             "per_replica_batch_size": per_replica_batch_size,
             "global_batch_size": self._batch,
             "input_context": tf.distribute.InputContext(1, 0, self._replicas),
         }
         keras.utils.set_random_seed(self._seed)
+        create_again = functools.partial(create_dataset, **arguments)
         created = create_dataset(**arguments)
-        reader = open_reader(create_dataset, created, lambda: create_dataset(**arguments), reader)
-        dataset = created if reader is None else reader.read(goes_on=False)
-        repeated = created if reader is None else reader.read(goes_on=True)
+        reader = open_reader(create_dataset, created, create_again, reader)
+        if reader is None:
+            dataset = created
+            repeated = created
+        else:
+            dataset = reader.read(goes_on=False)
+            repeated = reader.read(goes_on=True)
         if repeated.cardinality() != tf.data.INFINITE_CARDINALITY:
             repeated = repeated.repeat()
         returned = make_batches(dataset=repeated, **arguments)
@@ -83,7 +90,7 @@ class DataHooks:
         return HookedData(returned, make_batches, reader, is_stream=True)
 
     def read_first(self, data: HookedData, per_replica_batch_size: int) -> Batch | None:
-        """Returns the first element of what the hooks return, or None if there is no element.
+        """Returns the first element of the data, or None if there is no element.
 
         ``data`` stays unread: unless its reader knows the element already, the hooks are called
         again.

@@ -1,11 +1,11 @@
 """Reads ahead: prepares elements while others are used, and reads many batches at once."""
 
 import math
-from typing import Any
 
 import tensorflow as tf
 
 from ctl_core.compat import is_tuned
+from ctl_core.types import Batch, Structure
 
 # Every checkpoint holds a unit, and the units that were read ahead.
 UNIT_BYTES = 2**22
@@ -30,8 +30,8 @@ def read_ahead(
             core
         number: the number of elements that are read ahead
     """
-    tunes = for_long and is_tuned(dataset)
-    if not tunes and dataset.options().autotune.enabled is None:
+    is_worth_tuning = for_long and is_tuned(dataset)
+    if not is_worth_tuning and dataset.options().autotune.enabled is None:
         options = tf.data.Options()
         options.autotune.enabled = False
         dataset = dataset.with_options(options)
@@ -64,12 +64,12 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
             ]
             self._drawn = tf.Variable(number, dtype=tf.int32, trainable=False, name="drawn")
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         """Returns the next batch."""
         unit, first, _ = self.take(tf.constant(1))
         return tf.nest.map_structure(lambda stacked: stacked[first], unit)
 
-    def take(self, limit: tf.Tensor) -> tuple[Any, tf.Tensor, tf.Tensor]:
+    def take(self, limit: tf.Tensor) -> tuple[Structure, tf.Tensor, tf.Tensor]:
         """Draws batches: as many as the unit has left, or ``limit``, an int32 scalar, if fewer.
 
         Returns:

@@ -15,8 +15,9 @@ is written.
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import tensorflow as tf
 
@@ -33,7 +34,7 @@ from ctl_core.input.batches import (
 )
 from ctl_core.input.data_hooks import DataHooks, HookedData
 from ctl_core.run.errors import HookFailed, SetupError
-from ctl_core.types import Batch
+from ctl_core.types import Batch, BatchSpec, Count, Structure
 
 # TensorFlow's message when elements are joined whose tensors differ in their first dimension.
 _REBATCH_FAILED = "must have the same batch size in each component"
@@ -54,7 +55,7 @@ class Sharing(abc.ABC):
     elements_per_batch: int | None = None
 
     def __init__(self, shape: BatchShape, keeps_last_batch: bool, count_examples: Hook) -> None:
-        """Stores how the data are batched.
+        """Stores the sizes of batches.
 
         Args:
             shape: the shape of a global batch
@@ -82,17 +83,21 @@ class Sharing(abc.ABC):
         """Returns the number of steps in a pass, or None if the pass has to be read to know it."""
         return None
 
-    def find_fixed_size(self, spec: Any) -> int | None:
+    def find_fixed_size(self, spec: BatchSpec) -> int | None:
         """Returns the number of examples in each global batch, or None if batches differ in it."""
-        sized = (part for part in tf.nest.flatten(spec) if part.shape.rank)
-        return next((part.shape[0] for part in sized), None)
+        for tensor_spec in tf.nest.flatten(spec):
+            if tensor_spec.shape.rank:
+                return cast("int | None", tensor_spec.shape[0])
+        return None
 
-    def make_share_spec(self, spec: Any) -> Any:
+    def make_share_spec(self, spec: BatchSpec) -> BatchSpec:
         """Returns the specification of a share of batches that have the specification ``spec``."""
         examples = self.find_fixed_size(spec) or 0
         rows, remainder = divmod(examples, self.shape.shares)
-        fixed_rows = rows if rows and not remainder else None
-        return tf.nest.map_structure(lambda part: set_rows(part, fixed_rows), spec)
+        fixed_rows = None
+        if rows > 0 and remainder == 0:
+            fixed_rows = rows
+        return tf.nest.map_structure(lambda tensor_spec: set_rows(tensor_spec, fixed_rows), spec)
 
     def draw(self, read: Callable[[], Batch]) -> Batch | None:
         """Draws a global batch; None if shares are drawn one by one, by ``take_shares``."""
@@ -101,15 +106,15 @@ class Sharing(abc.ABC):
     def take_shares(
         self,
         batch: Batch | None,
-        examples: int | tf.Tensor,
-        micro_batch: int | tf.Tensor,
+        examples: Count,
+        micro_batch: Count,
         replicas: range,
         read: Callable[[], Batch],
     ) -> list[Share]:
         """Returns the shares that the replicas of this process have in a micro-batch.
 
         Args:
-            batch: what ``draw`` returned
+            batch: the result of ``draw``
             examples: the number of examples in the batch
             micro_batch: the index of the micro-batch
             replicas: the numbers of this process's replicas, among those of all processes
@@ -158,7 +163,7 @@ class FixedBatches(Sharing):
         if self._keeps_last_batch:
             return check_counts(dataset, self._count_examples)
 
-        def is_full(*element: Any) -> tf.Tensor:
+        def is_full(*element: Batch) -> tf.Tensor:
             batch = _unpack(dataset, element)
             with check_count(self._count_examples, batch):
                 return tf.equal(count_rows(batch), self.shape.batch)
@@ -169,7 +174,9 @@ class FixedBatches(Sharing):
     def count_used(self, element: Batch) -> int:
         """Returns the number of rows; 0 for an element that is left out."""
         rows = _count_array_rows(element)
-        return rows if self._keeps_last_batch or rows == self.shape.batch else 0
+        if self._keeps_last_batch or rows == self.shape.batch:
+            return rows
+        return 0
 
 
 class ReadyShares(Sharing):
@@ -190,11 +197,11 @@ class ReadyShares(Sharing):
         """Returns the shares of a pass."""
         shares = self.shape.shares
 
-        def is_full(*element: Any) -> tf.Tensor:
+        def is_full(*element: Batch) -> tf.Tensor:
             count = self._count_examples.trace(batch=_unpack(dataset, element))
             return tf.equal(tf.cast(count, tf.int64), self.shape.per_replica)
 
-        def join_windows(*windows: Any) -> tf.data.Dataset:
+        def join_windows(*windows: tf.data.Dataset) -> tf.data.Dataset:
             return tf.data.Dataset.zip(_unpack(dataset, windows))
 
         full = dataset.filter(is_full)
@@ -207,13 +214,15 @@ class ReadyShares(Sharing):
         with tf.device("CPU:0"):
             batch = tf.nest.map_structure(tf.constant, element)
             examples = int(self._count_examples.trace(batch=batch))
-        return examples if examples == self.shape.per_replica else 0
+        if examples == self.shape.per_replica:
+            return examples
+        return 0
 
-    def find_fixed_size(self, spec: Any) -> int | None:
+    def find_fixed_size(self, spec: BatchSpec) -> int | None:
         """Returns the number of examples in a global batch, which is always the same."""
         return self.shape.batch
 
-    def make_share_spec(self, spec: Any) -> Any:
+    def make_share_spec(self, spec: BatchSpec) -> BatchSpec:
         """Returns the specification of an element."""
         return spec
 
@@ -224,8 +233,8 @@ class ReadyShares(Sharing):
     def take_shares(
         self,
         batch: Batch | None,
-        examples: int | tf.Tensor,
-        micro_batch: int | tf.Tensor,
+        examples: Count,
+        micro_batch: Count,
         replicas: range,
         read: Callable[[], Batch],
     ) -> list[Share]:
@@ -237,13 +246,13 @@ class ReadyShares(Sharing):
 def choose_sharing(
     data_hooks: DataHooks, hooks: Hooks, shape: BatchShape, keeps_last_batch: bool
 ) -> tuple[Sharing, HookedData]:
-    """Chooses how elements become shares, by what ``count_examples`` returns for the first element.
+    """Chooses how elements become shares, by the result of ``count_examples`` for the first one.
 
     If that is the first dimension of all tensors of the element, an example is a row. Otherwise
     each element is a share. Nothing is read if the shapes of all elements tell.
 
     Returns:
-        The way, and what the hooks of the data returned for it, of which nothing has been read.
+        The way, and the data that the hooks returned for it, of which nothing has been read.
 
     Raises:
         SetupError: the elements are not batched as they should be.
@@ -258,12 +267,15 @@ def choose_sharing(
         by_rows = element is None or counts_rows(hook, data.hook, spec, element, shape.batch)
     if by_rows:
         is_batch = element is not None and int(count_rows(element)) == shape.batch
-        kind = FixedBatches if has_varying_widths(spec) and is_batch else JoinedRows
-        return kind(shape, keeps_last_batch, hook), data
+        if has_varying_widths(spec) and is_batch:
+            return FixedBatches(shape, keeps_last_batch, hook), data
+        return JoinedRows(shape, keeps_last_batch, hook), data
     if shape.shares > 1:
         data = data_hooks.call(shape.per_replica, data.reader)
         element = data_hooks.read_first(data, shape.per_replica)
-    examples = 0 if element is None else read_count(hook, element) or 0
+    examples = 0
+    if element is not None:
+        examples = read_count(hook, element) or 0
     if examples * shape.shares != shape.batch:
         raise data.hook.reject(
             f"returned elements of {examples} examples, expected {shape.batch} / {shape.shares}: "
@@ -273,26 +285,28 @@ def choose_sharing(
     return ReadyShares(shape, keeps_last_batch, hook), data
 
 
-def counts_rows_of_spec(count_examples: Hook, data_hook: Hook, spec: Any) -> bool | None:
+def counts_rows_of_spec(count_examples: Hook, data_hook: Hook, spec: BatchSpec) -> bool | None:
     """Returns True if ``count_examples`` counts rows whatever the elements are; None if unknown.
 
     Raises:
         SetupError: there is no hook ``count_examples``, and elements have no rows.
     """
     if not count_examples.is_default:
-        return True if has_fixed_count(count_examples, spec) else None
+        if has_fixed_count(count_examples, spec):
+            return True
+        return None
     if not may_have_rows(spec):
         raise reject_elements(data_hook, spec)
     return True
 
 
-def may_have_rows(spec: Any) -> bool:
+def may_have_rows(spec: BatchSpec) -> bool:
     """Returns False if the shapes show that the tensors of elements share no first dimension."""
     sizes = _list_sizes(spec)
     return bool(sizes) and len(sizes - {None}) <= 1
 
 
-def has_fixed_count(count_examples: Hook, spec: Any) -> bool:
+def has_fixed_count(count_examples: Hook, spec: BatchSpec) -> bool:
     """Returns whether the shapes show that the hook counts the rows of each element."""
     sizes = _list_sizes(spec)
     if len(sizes) != 1 or None in sizes:
@@ -301,23 +315,25 @@ def has_fixed_count(count_examples: Hook, spec: Any) -> bool:
         count = count_examples.trace(batch=make_placeholders(spec))
         if count is None:
             return False
-        number = tf.get_static_value(tf.convert_to_tensor(count))
-    return number is not None and int(number) in sizes
+        static_count = tf.get_static_value(tf.convert_to_tensor(count))
+    return static_count is not None and int(static_count) in sizes
 
 
-def _list_sizes(spec: Any) -> set[int | None]:
+def _list_sizes(spec: BatchSpec) -> set[int | None]:
     """Returns the first dimensions of the tensors of elements; empty if some are no tensors."""
-    parts = tf.nest.flatten(spec)
-    if not all(hasattr(part, "shape") for part in parts):
-        return set()
-    sizes = {
-        None if part.shape.rank is None else part.shape[0] for part in parts if part.shape.rank != 0
-    }
+    sizes: set[int | None] = set()
+    for tensor_spec in tf.nest.flatten(spec):
+        if not hasattr(tensor_spec, "shape"):
+            return set()
+        if tensor_spec.shape.rank is None:
+            sizes.add(None)
+        elif tensor_spec.shape.rank > 0:
+            sizes.add(tensor_spec.shape[0])
     return sizes
 
 
 def counts_rows(
-    count_examples: Hook, data_hook: Hook, spec: Any, element: Batch, examples: int
+    count_examples: Hook, data_hook: Hook, spec: BatchSpec, element: Batch, examples: int
 ) -> bool:
     """Returns whether ``count_examples`` returns the number of rows that all tensors have.
 
@@ -340,14 +356,16 @@ def counts_rows(
 
 
 def read_count(count_examples: Hook, element: Batch) -> int | None:
-    """Returns what the hook counts in an element: -1 if its tensors differ, None for scalars."""
+    """Returns the hook's count for an element: -1 if its tensors differ, None for scalars."""
     try:
         count = count_examples.trace(batch=element)
     except HookFailed as error:
         if isinstance(error.__cause__, DifferentRowsError):
             return -1
         raise
-    return None if count is None else int(count)
+    if count is None:
+        return None
+    return int(count)
 
 
 def read_rows(element: Batch) -> int | None:
@@ -356,10 +374,12 @@ def read_rows(element: Batch) -> int | None:
         rows = leading_dimension(element)
     except DifferentRowsError:
         return None
-    return None if rows is None or int(rows) < 0 else int(rows)
+    if rows is None or int(rows) < 0:
+        return None
+    return int(rows)
 
 
-def reject_elements(data_hook: Hook, spec: Any) -> SetupError:
+def reject_elements(data_hook: Hook, spec: BatchSpec) -> SetupError:
     """Returns the error for elements that are no batches."""
     return data_hook.reject(
         f"returned elements {describe(spec)}, expected batches of tensors that have a row for each "
@@ -372,7 +392,7 @@ def check_counts(dataset: tf.data.Dataset, count_examples: Hook) -> tf.data.Data
     if has_fixed_count(count_examples, dataset.element_spec):
         return dataset
 
-    def check(*element: Any) -> Any:
+    def check(*element: Batch) -> Batch:
         batch = _unpack(dataset, element)
         with check_count(count_examples, batch):
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
@@ -380,7 +400,7 @@ def check_counts(dataset: tf.data.Dataset, count_examples: Hook) -> tf.data.Data
     return dataset.map(check)
 
 
-def check_count(count_examples: Hook, batch: Batch) -> Any:
+def check_count(count_examples: Hook, batch: Batch) -> contextlib.AbstractContextManager[object]:
     """Returns a context in whose ops an element is refused of which no rows are counted."""
     rows = tf.cast(leading_dimension(batch), tf.int64)
     count = tf.cast(count_examples.trace(batch=batch), tf.int64)
@@ -402,7 +422,8 @@ def explain_contradiction(count_examples: Hook, elements: Iterable[Batch], examp
         examples: the number of examples that they should have
     """
     for element in elements:
-        count, rows = read_count(count_examples, element), read_rows(element)
+        count = read_count(count_examples, element)
+        rows = read_rows(element)
         if count is not None and count >= 0 and count != rows:
             return (
                 f"count_examples returns {count} for {describe(element)}, but counted the rows of "
@@ -418,7 +439,7 @@ def _count_array_rows(element: Batch) -> int:
     return len(next(array for array in tf.nest.flatten(element) if array.ndim))
 
 
-def _unpack(dataset: tf.data.Dataset, arguments: tuple[Any, ...]) -> Any:
+def _unpack(dataset: tf.data.Dataset, arguments: tuple[Structure, ...]) -> Structure:
     """Returns the element that a function of ``Dataset.map`` was called with."""
     if not isinstance(dataset.element_spec, tuple):
         return arguments[0]

@@ -1,4 +1,4 @@
-"""The training data: what the hooks return, as one endless stream of global batches.
+"""The training data: the dataset of the hooks, as one endless stream of global batches.
 
 Each process reads one plain tf.data iterator, whose position a checkpoint can hold. The shares of
 replicas are taken in the graph. How elements become batches and shares is decided in sharing.py;
@@ -33,10 +33,10 @@ from ctl_core.input.sharing import (
 )
 from ctl_core.run.errors import SetupError
 from ctl_core.run.settings import Config
-from ctl_core.types import Batch
+from ctl_core.types import Batch, Count
 
 # Deals out the micro-batch of an index: the fields have a value for each replica of this process.
-Deal = Callable[[int | tf.Tensor], Share]
+Deal = Callable[[Count], Share]
 
 # Elements that are read again to find out which of them contradicts the first.
 _MOST_EXPLAINED = 1000
@@ -51,10 +51,10 @@ class Input:
         is_stream: whether ``make_batches`` returned an endless dataset of its own
         is_endless: whether the data have no passes
         steps_per_epoch: the global batches in a pass; None without passes, and if nobody asked
-        dataset: what ``stream`` reads
+        dataset: the dataset that ``stream`` reads
         stream: the iterator whose position is part of each checkpoint; None before ``begin``
-        held: variables with what was read and not yet drawn; part of each checkpoint, too
-        iterator: what batches are drawn from; None before ``begin``
+        held: variables with batches that were read and not yet drawn; part of each checkpoint, too
+        iterator: the iterator that batches are drawn from; None before ``begin``
         reader: the Python reader that knows the position, if there is one
         share_spec: the specification of the batch of a share
         unit: how many batches are read at once, see prefetch.py; 0: one by one
@@ -67,7 +67,7 @@ class Input:
         strategy: tf.distribute.Strategy,
         shape: BatchShape,
     ) -> None:
-        """Calls the hooks and inspects what they return; ``begin`` starts reading.
+        """Calls the hooks and inspects their data; ``begin`` starts reading.
 
         Raises:
             SetupError: the hooks return no dataset, or one that is not batched as it should be.
@@ -99,7 +99,7 @@ class Input:
             self._drawn: tf.Variable | None = None
             if self._fixed_size is None:
                 self._drawn = tf.Variable(0, dtype=tf.int64, trainable=False, name="examples")
-            # A checksum of what was drawn, if other processes should draw the same.
+            # A checksum of the batches drawn, if other processes should draw the same.
             self._digest: tf.Variable | None = None
             if shape.replicas > count_local_replicas(strategy):
                 cardinality = data.dataset.cardinality()
@@ -109,7 +109,7 @@ class Input:
         self.stream: Any = None  # a tf.data.Iterator
         self.held: tuple[tf.Variable, ...] = ()
 
-    def draw(self) -> tuple[Deal, int | tf.Tensor]:
+    def draw(self) -> tuple[Deal, Count]:
         """Draws a global batch, inside a graph function.
 
         Returns:
@@ -117,7 +117,7 @@ class Input:
         """
         return self.deal_out(self._sharing.draw(self._read))
 
-    def deal_out(self, batch: Batch | None) -> tuple[Deal, int | tf.Tensor]:
+    def deal_out(self, batch: Batch | None) -> tuple[Deal, Count]:
         """Returns the same for a batch that was drawn; None for shares that are drawn as dealt."""
         first = find_first_replica(self._strategy)
         replicas = range(first, first + count_local_replicas(self._strategy))
@@ -125,7 +125,7 @@ class Input:
         if self._drawn is not None:
             self._drawn.assign_add(tf.cast(examples, tf.int64))
 
-        def deal(micro_batch: int | tf.Tensor) -> Share:
+        def deal(micro_batch: Count) -> Share:
             shares = self._sharing.take_shares(batch, examples, micro_batch, replicas, self._read)
             return distribute_shares(self._strategy, shares)
 
@@ -141,7 +141,9 @@ class Input:
     @property
     def digest(self) -> int:
         """A checksum, by which processes that have drawn different data almost surely differ."""
-        return 0 if self._digest is None else int(self._digest.numpy())
+        if self._digest is None:
+            return 0
+        return int(self._digest.numpy())
 
     def count_new_examples(self, steps: int) -> int:
         """Returns the number of examples in the last ``steps`` steps, all since the last call."""
@@ -216,15 +218,19 @@ class Input:
     def _make_stream(self, data: HookedData) -> tuple[Reader | None, tf.data.Dataset]:
         """Returns the endless dataset of batches, and the reader that knows its position."""
         overfit_batches = self._config.overfit_batches
-        dataset, reader = data.dataset, data.reader
-        if data.is_stream or overfit_batches:
-            reader = None
+        dataset = data.dataset
+        reader: Reader | None = None
+        if not data.is_stream and not overfit_batches:
+            reader = data.reader
         if reader is not None:
-            keeps_rest = self._config.keeps_last_batch and self.shape.by_rows
-            multiple = 1 if keeps_rest else self.shape.batch
+            multiple = self.shape.batch
+            if self._config.keeps_last_batch and self.shape.by_rows:
+                multiple = 1
             dataset = reader.read(True, self._sharing.count_used, multiple)
         one_pass = self._sharing.make_batches(dataset, self.is_endless)
-        stream = one_pass if self.is_endless else one_pass.repeat()
+        stream = one_pass
+        if not self.is_endless:
+            stream = one_pass.repeat()
         if reader is not None:
             # The rest of the pass that a resumed run is in may have no batch, at which repeat ends.
             stream = one_pass.concatenate(stream)
@@ -247,9 +253,10 @@ class Input:
             try:
                 elements = one_pass.reduce(np.int64(0), lambda count, *_: count + 1)
             except tf.errors.OpError as error:
-                if explanation := self.explain_contradiction(error):
-                    raise SetupError(explanation) from error
-                raise
+                explanation = self.explain_contradiction(error)
+                if explanation is None:
+                    raise
+                raise SetupError(explanation) from error
             steps = int(elements) // (self._sharing.elements_per_batch or 1)
         if steps == 0:
             raise self.hook.reject(self.describe_shortage())

@@ -39,7 +39,7 @@ class ListenerGroup(Protocol):
 
 
 class _Values(ProgressColumn):
-    """The values on the progress line: what is cut first where the line is too long."""
+    """The values on the progress line, which are cut first if the line is too long."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["values"], no_wrap=True, overflow="ellipsis")
@@ -51,7 +51,7 @@ class Console:
     In a cluster, that of the chief is shown; the others only write to their logs.
 
     Attributes:
-        listeners: hear the values that are shown
+        listeners: are passed the values that are shown
     """
 
     def __init__(self, terminal: Terminal | None = None, shown: bool = True) -> None:
@@ -75,7 +75,7 @@ class Console:
         self._print(text)
 
     def warn(self, text: str) -> None:
-        """Prints, once, a line about something that goes on, but not as the user may expect."""
+        """Prints a warning, once."""
         if text not in self._warned:
             self._warned.add(text)
             LOG.warning(text)
@@ -115,23 +115,30 @@ class Console:
     def step(self, step: int) -> None:
         """Shows that a step is done: on the live line, or as a plain line once a second."""
         self._measure(step)
-        pause = LIVE_INTERVAL if self._progress else PLAIN_INTERVAL
+        pause = PLAIN_INTERVAL
+        if self._progress is not None:
+            pause = LIVE_INTERVAL
         if step != self._drawn_step and time.monotonic() - self._drawn_at >= pause:
             self._show()
 
     def values(
         self, step: int, split: str, values: Mapping[str, Scalar | dict[str, Scalar]]
     ) -> None:
-        """Shows values of a step, of the split train or eval, and hands them to the listeners.
+        """Shows values of a step, and passes them to the listeners.
 
-        Of a dict among them, each value is shown as ``name/key``.
+        Args:
+            step: the number of the step
+            split: train or eval
+            values: the values by name; those of a dict are shown as ``name/key``
         """
         step = operator.index(step)
         numbers: dict[str, float] = {}
         for name, value in values.items():
-            scalars = value if isinstance(value, dict) else {"": value}
-            for key, scalar in scalars.items():
-                numbers[f"{name}/{key}".rstrip("/")] = float(np.asarray(scalar).item())
+            if isinstance(value, dict):
+                for key, scalar in value.items():
+                    numbers[f"{name}/{key}".rstrip("/")] = _make_float(scalar)
+            else:
+                numbers[name.rstrip("/")] = _make_float(value)
         if self.listeners is not None:
             self.listeners.tell("values", step, split, numbers)
         text = format_values(numbers)
@@ -152,7 +159,7 @@ class Console:
             self._mark = now, step
 
     def _show(self, text: str = "", is_live: bool = True) -> None:
-        """Moves the live line, where there is one and that is wanted; else prints a line."""
+        """Updates the live line if there is one and ``is_live``; otherwise prints a line."""
         self._drawn_at = time.monotonic()
         self._drawn_step = self._step
         columns = [f"step {self._step}{self._total}", text, self._speed]
@@ -173,14 +180,27 @@ class Console:
             print(f"{text}\n", end="", file=self._terminal.file, flush=True)
 
 
+def _make_float(scalar: Scalar) -> float:
+    """Returns a number of Python, NumPy or TensorFlow as a float."""
+    return float(np.asarray(scalar).item())
+
+
 def format_values(values: Mapping[str, Any]) -> str:
     """Returns values as a person reads them: ``loss 0.2247  accuracy 0.9499``."""
     return "  ".join(f"{name} {value:.4g}".replace("nan", "NaN") for name, value in values.items())
 
 
 def format_evaluation(values: Mapping[str, Any], of: int, step: int) -> str:
-    """Returns values of an evaluation, with its step ``of`` unless that is the run's ``step``."""
-    subject = "evaluation" if of == step else f"evaluation of step {of}"
+    """Returns the values of an evaluation as a line.
+
+    Args:
+        values: the values by name
+        of: the step that was evaluated
+        step: the present step of the run; if it is another one, the line names ``of``
+    """
+    subject = "evaluation"
+    if of != step:
+        subject += f" of step {of}"
     return f"{subject}: {format_values(values)}"
 
 
@@ -215,7 +235,8 @@ def activate(console: Console | None) -> Console | None:
         The console that was active before: whoever activates another one puts it back.
     """
     global _active
-    before, _active = _active, console
+    before = _active
+    _active = console
     return before
 
 
@@ -234,14 +255,14 @@ def report(step: int, **values: Scalar | dict[str, Scalar]) -> None:
     """For hooks: prints values, writes each as a scalar summary and all to metrics.jsonl.
 
     Args:
-        step: the step they belong to
+        step: the step that the values belong to
         **values: scalars by name, or dicts of such
     """
     (_active or Console()).values(step, "train", values)
 
 
 def warn(text: str) -> None:
-    """Prints, once, a line about something that goes on, but not as the user may expect."""
+    """Prints a warning, once."""
     (_active or Console()).warn(text)
 
 

@@ -1,7 +1,7 @@
 """The engine's exceptions with their exit codes, and functions that format their messages.
 
-Every exception that the engine raises on purpose is one of these. Its message is one line that says
-where, what is wrong, what was expected and what to do. ``__main__`` prints the line; the traceback
+Every exception that the engine raises on purpose is one of these. Its message is one line with
+the place, the problem, the expected value and the cure. ``__main__`` prints the line; the traceback
 is written to train.log.
 """
 
@@ -115,7 +115,9 @@ def suggest(name: str, names: Iterable[str]) -> str:
     similar = difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5)
     if len(name) > 2:
         similar += [candidate for candidate in names if name in candidate]
-    return f"; did you mean '{similar[0]}'?" if similar else ""
+    if not similar:
+        return ""
+    return f"; did you mean '{similar[0]}'?"
 
 
 def format_error(error: BaseException, limit: int = 300) -> str:
@@ -136,7 +138,9 @@ def format_error(error: BaseException, limit: int = 300) -> str:
     for end in _APPENDED:
         text = text.split(end)[0]
     text = make_line(re.sub(r"\{\{node ([^}]*)\}\}", r"\1", text), limit)
-    return f"{kind}: {text}" if text else kind
+    if not text:
+        return kind
+    return f"{kind}: {text}"
 
 
 ENGINE = str(Path(__file__).parents[1])
@@ -197,12 +201,15 @@ def format_file_name(path: str) -> str:
 def _find_cell_number(path: str) -> str | None:
     """Asks IPython for the number of the notebook's cell that has this name, if it is one."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    shell = get_shell() if get_shell is not None else None
-    format_code_name = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    if get_shell is None:
+        return None
+    format_code_name = getattr(getattr(get_shell(), "compile", None), "format_code_name", None)
     if format_code_name is None:
         return None
     number = re.search(r"\d+", " ".join(format_code_name(path) or ()))
-    return number[0] if number else None
+    if number is None:
+        return None
+    return number[0]
 
 
 def find_users_line() -> str:

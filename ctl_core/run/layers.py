@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
 from ctl_core.run.files import atomic_write
-from ctl_core.run.settings import SETTINGS, Config
+from ctl_core.run.settings import SETTINGS, Config, SettingValue
 
 ENV_PREFIX = "CTL_"
 
@@ -69,7 +69,7 @@ def read_file(path: Path, required: bool = True) -> Layer:
     """Reads a YAML file of settings.
 
     Args:
-        path: of the file
+        path: the path of the file
         required: whether the file must exist; otherwise a missing file is an empty one
 
     Raises:
@@ -107,7 +107,7 @@ class EnvironmentSource(EnvSettingsSource):
             env_parse_none_str="null",
         )
 
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: str) -> SettingValue:
         """Reads YAML, which includes JSON."""
         return _read_value(value)
 
@@ -126,7 +126,7 @@ def load_config(path: str | Path, **overrides: Any) -> Config:
     """Reads the settings for ``ctl_core.train`` from a file.
 
     Args:
-        path: of the file
+        path: the path of the file
         overrides: settings that take precedence over the file's
 
     Raises:
@@ -175,7 +175,7 @@ def resolve(files: Sequence[Layer], above: Sequence[Layer] = ()) -> Config:
 
 def merge_hparams(
     below: Mapping[str, Any],
-    over: Any,
+    over: SettingValue,
     where: str = "hparams",
     known: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -214,12 +214,14 @@ def merge_hparams(
     return merged
 
 
-def _as_dict(value: Any) -> dict[str, Any]:
+def _as_dict(value: SettingValue) -> dict[str, SettingValue]:
     """Returns a value if it is a dict, otherwise an empty one."""
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
-def _convert(value: Any, present: Any, where: str) -> Any:
+def _convert(value: SettingValue, present: SettingValue, where: str) -> SettingValue:
     """Returns a new value with the type of the present one; null fits any type.
 
     Raises:
@@ -240,7 +242,7 @@ def _convert(value: Any, present: Any, where: str) -> Any:
         raise SetupError(f"{format_name(where)}: {expected}, got {quote(value)}.") from None
 
 
-def _read_value(text: str) -> Any:
+def _read_value(text: str) -> SettingValue:
     """Parses a flag or variable as YAML; returns the text itself if it is not valid YAML."""
     with contextlib.suppress(yaml.YAMLError, ValueError):
         return yaml.load(text, Loader=_Loader)

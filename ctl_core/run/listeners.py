@@ -1,8 +1,9 @@
-"""What listens to a run: metrics.jsonl, training_log.md, TensorBoard, and classes of one's own.
+"""Listeners are told about each event of a run: metrics.jsonl, training_log.md, and your own.
 
-The setting ``listener`` names one, and ``train(..., listeners=[...])`` takes objects. They hear the
-run in the process of the chief, in the thread that trains, between two calls of the graph: what a
-listener takes is the training's time. One that raises is warned of once and hears no more.
+The setting ``listener`` names a class, and ``train(..., listeners=[...])`` takes objects. Their
+methods are called in the process of the chief, in the thread that trains, between two calls of the
+graph, so that a slow listener makes training slower. A listener that raises an error is reported
+once, and dropped.
 """
 
 import contextlib
@@ -21,38 +22,41 @@ from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config, flatten
 
 FILE = "metrics.jsonl"
-# Settings that say where a run is, not what it is.
+# Settings that change only where a run is, or how much it prints.
 _PLACE = ("run_name", "runs_dir", "debug")
 
 
 class Listener:
-    """Hears what a run says. Each method does nothing here: override those that you need."""
+    """Is told about each event of a run.
+
+    The methods of this class do nothing: override those that you need.
+    """
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
         """Is called before the first step of a process, once the run's files are open.
 
         Args:
-            folder: of the run; its name is the run's, and a listener may write there
+            folder: the folder of the run, with the name of the run; a listener may write there
             config: the settings, as config.yaml of the run has them
-            step: 0, or that of the checkpoint from which a run goes on that was stopped or killed:
-                values of later steps may have been heard before, and come again
+            step: 0, or the step of the checkpoint that the run resumes from. If it was killed,
+                values of later steps may have been passed before, and are passed again.
         """
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Is called with each line of metrics.jsonl; ``split`` is train or eval."""
 
     def saved(self, step: int, path: Path) -> None:
-        """Is called when a checkpoint is whole, perhaps steps later.
+        """Is called when a checkpoint is complete, perhaps some steps later.
 
-        Files that begin with ``path`` hold what ``create_ckpt`` returned. The rest, which a run
-        needs to go on, is in the folder ``engine`` beside them.
+        Files that begin with ``path`` hold the objects of ``create_ckpt``. Everything else that a
+        run needs to resume is in the folder ``engine`` next to them.
         """
 
     def end(self, step: int, how: str) -> None:
         """Is called at the end, but not where the process is killed or Ctrl-C comes twice.
 
         Args:
-            step: the last one
+            step: the last step
             how: done; ended, by a hook or early_stop; stopped, by a signal or max_time; diverged,
                 where the last loss is not finite; or failed
         """
@@ -89,7 +93,7 @@ class Listeners:
         """Calls ``start`` of each."""
         for candidate in self.candidates:
             with self._guard(candidate):
-                listener = candidate() if isinstance(candidate, type) else candidate
+                listener = _create(candidate)
                 listener.start(folder, config, step)
                 self._listening.append(listener)
 
@@ -105,11 +109,25 @@ class Listeners:
         try:
             yield
         except (Exception, SystemExit) as error:
-            kind = listener if isinstance(listener, type) else type(listener)
-            LOG.info("what a listener has raised", exc_info=error)
-            name = f"{kind.__module__}.{kind.__qualname__}"
+            LOG.info("an error of a listener", exc_info=error)
+            name = _name_class(listener)
             warn(f"listener: {name}: {format_error(error)}; training goes on without it.")
             self._listening = [other for other in self._listening if other is not listener]
+
+
+def _create(candidate: Listener | type[Listener]) -> Listener:
+    """Returns a listener; creates an object of a class."""
+    if isinstance(candidate, type):
+        return candidate()
+    return candidate
+
+
+def _name_class(listener: Listener | type[Listener]) -> str:
+    """Returns the full name of the class of a listener."""
+    kind = type(listener)
+    if isinstance(listener, type):
+        kind = listener
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class MetricsFile(Listener):
@@ -129,7 +147,10 @@ class MetricsFile(Listener):
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Appends a line."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        finite: dict[str, float | None] = dict(values)
+        for name, value in values.items():
+            if not math.isfinite(value):
+                finite[name] = None  # JSON has no NaN
         self._file.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
 
     def end(self, step: int, how: str) -> None:
@@ -138,23 +159,28 @@ class MetricsFile(Listener):
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a file of metrics, but for one that a kill has cut; none without it."""
+    """Returns the lines of a file of metrics, except one that a kill has cut off.
+
+    If there is no file, there are no lines.
+    """
+    if not file.is_file():
+        return []
     lines = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+    for line in file.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(line))
     return lines
 
 
 class TrainingLog(Listener):
-    """Appends to training_log.md of the current folder what was expected of a run, and its result.
+    """Appends notes about runs, and their results, to training_log.md of the current folder.
 
-    An entry when a run with a note begins, and a line whenever a run that has an entry ends. The
-    file is the user's: nothing in it is changed.
+    A run with a note gets an entry when it begins, and a line whenever it ends. The file belongs to
+    the user: nothing in it is changed.
     """
 
     def __init__(self, note: str | None) -> None:
-        """``note`` says what is expected of the run; without one, it gets no entry."""
+        """Takes the note of a run; None for a run without an entry."""
         self._path = Path("training_log.md").absolute()
         self._note = note
         self._run = ""
@@ -170,7 +196,9 @@ class TrainingLog(Listener):
         if entry in text:
             return
         env = json.loads((folder / "env.json").read_text())
-        commit = f"commit {env['commit'][:10]}" if env["commit"] else "no commit"
+        commit = "no commit"
+        if env["commit"]:
+            commit = f"commit {env['commit'][:10]}"
         settings = [f"{name} {quote(value, 40)}" for name, value in find_changes(config).items()]
         entry += f"- Settings: {', '.join(settings) or 'the defaults'}\n"
         entry += f"- {time.strftime('%F %H:%M')}: begins, {commit}"
@@ -192,11 +220,15 @@ class TrainingLog(Listener):
             self._append(f"- {time.strftime('%F %H:%M')}: {self._run} {make_line(result)}\n")
 
     def _read(self) -> str:
-        return self._path.read_text(errors="replace") if self._path.exists() else ""
+        if not self._path.exists():
+            return ""
+        return self._path.read_text(errors="replace")
 
     def _append(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(text if file.tell() else f"# Training log\n{text}")
+            if file.tell() == 0:  # a new file
+                file.write("# Training log\n")
+            file.write(text)
 
 
 def find_changes(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,22 +8,25 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     ValidationError,
     field_validator,
     model_validator,
 )
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
+from pydantic_core import ArgsKwargs
 
 from ctl_core.run.errors import SetupError, quote, suggest
 
-TIME, EPOCHS = r"(?:[0-9]{1,8}(?:h|min|m|s))+", r"([1-9][0-9]{0,8}) ?epochs?"
+TIME = r"(?:[0-9]{1,8}(?:h|min|m|s))+"
+EPOCHS = r"([1-9][0-9]{0,8}) ?epochs?"
 _SECONDS = {"h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
 
 
@@ -41,6 +44,9 @@ def check_path(text: str) -> str:
     return text
 
 
+# A value as a source gives it: a number, a text, or lists and dicts of such values.
+SettingValue: TypeAlias = Any
+
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int, Field(ge=1)]
 FilePath = Annotated[str, AfterValidator(check_path)]
@@ -57,8 +63,18 @@ _Schedule = Literal["constant", "cosine", "linear", "step", "exponential"]
 _Strategy = Literal["auto", "one_device", "mirrored", "multi_worker"]
 
 
-def declare(default: Any, text: str, *examples: str, **limits: Any) -> Any:
-    """Declares a setting: its default, a line of help, examples for messages, and its range."""
+def declare(default: SettingValue, text: str, *examples: str, **limits: Any) -> Any:
+    """Declares a setting.
+
+    Args:
+        default: the default
+        text: a line of help
+        examples: values that messages show as examples
+        limits: the range, by the names that pydantic has for its ends, such as ``ge``
+
+    Returns:
+        A pydantic field, typed as Any because it stands for a value of the setting.
+    """
     return Field(default, description=text, examples=list(examples), **limits)
 
 
@@ -137,14 +153,17 @@ class Config:
 
     @field_validator("*", mode="before")
     @classmethod
-    def _make_plain(cls, value: Any) -> Any:
+    def _make_plain(cls, value: SettingValue) -> SettingValue:
+        """Turns paths into texts, and numbers of NumPy into Python's."""
         if isinstance(value, os.PathLike):
             return os.fspath(value)
-        return value.item() if hasattr(value, "item") else value
+        if hasattr(value, "item"):
+            return value.item()
+        return value
 
     @field_validator("init_skip", mode="before")
     @classmethod
-    def _make_list(cls, value: Any) -> Any:
+    def _make_list(cls, value: SettingValue) -> SettingValue:
         """Takes a single pattern, too, as in ``CTL_INIT_SKIP='head/*'``."""
         if isinstance(value, str):
             return [value]
@@ -154,7 +173,9 @@ class Config:
 
     @model_validator(mode="wrap")
     @classmethod
-    def _explain_in_one_line(cls, values: Any, validate: Any) -> Any:
+    def _explain_in_one_line(
+        cls, values: ArgsKwargs | dict[str, SettingValue], validate: ModelWrapValidatorHandler[Self]
+    ) -> Self:
         try:
             return validate(values)
         except ValidationError as error:
@@ -183,7 +204,7 @@ class Config:
 
 
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
-# What is expected where pydantic finds an error whose name begins like this.
+# The expected value, by the beginning of the name of pydantic's error.
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
@@ -194,9 +215,10 @@ _EXPECTED = {
 
 
 def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
-    """Returns one line on the first wrong setting: its name, what was expected, and its value."""
+    """Returns one line on the first wrong setting: its name, the expected value, and its value."""
     wrong = error.errors(include_url=False)[0]
-    name, details = str(wrong["loc"][0]), wrong.get("ctx", {})
+    name = str(wrong["loc"][0])
+    details = wrong.get("ctx", {})
     if name not in settings:
         return f"{name}: there is no setting {quote(name)}{suggest(name, settings)}"
     if "error" in details:  # raised by a validator of ours
@@ -204,7 +226,8 @@ def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
     kinds = (words for kind, words in _EXPECTED.items() if wrong["type"].startswith(kind))
     other = wrong["msg"].replace("Input should be", "expected").removeprefix("expected ")
     expected = next(kinds, other).format(**details)
-    if examples := settings[name].examples:
+    examples = settings[name].examples
+    if examples:
         expected += f", or such as {examples[0]}"
     return f"{name}: expected {expected}, got {quote(wrong['input'])}."
 
