@@ -252,6 +252,31 @@ def test_a_run_of_the_old_engine(tmp_path: Path, command: engine.Command) -> Non
     compare.assert_close(found.weights, small.plain(2, model=first).weights)
 
 
+@pytest.mark.parametrize("run_name", ["rows", "widths"])
+def test_run_of_engine_1_0_resumes(tmp_path: Path, command: engine.Command, run_name: str) -> None:
+    """With the weights, slots and random numbers of a run that this engine trained in one go.
+
+    Batches of other widths each are checked by a stage that 1.0 did not have, so that the position
+    that it saved does not fit; reading from the start leads to the same example.
+    """
+    golden = Path(__file__).parent
+    runs = shutil.copytree(golden / "runs_of_1.0", tmp_path / "runs")
+    shutil.copy(golden / "program_of_1_0.py", tmp_path / "callbacks.py")
+    shutil.copy(runs / run_name / "config.yaml", tmp_path)
+    whole = command("train", "--run-name=whole", "--steps=16")
+    resumed = command("train", f"--run-name={run_name}", "--steps=16")
+    assert (whole.code, resumed.code) == (0, 0), resumed.err
+    assert "resuming at step 8" in resumed.out
+    reads_again = "reading and dropping 116 examples" in resumed.out + resumed.err
+    assert reads_again == (run_name == "widths")
+    for step in (8, 16):
+        for part in ("", "engine"):
+            saved = compare.read_checkpoint(runs / run_name, step, part)
+            expected = compare.read_checkpoint(runs / "whole", step, part)
+            assert saved.keys() == expected.keys()
+            compare.assert_close(saved.values(), [expected[name] for name in saved])
+
+
 def test_a_variable_that_a_host_hook_makes_while_training_is_refused(train: engine.Train) -> None:
     """No restore could know it: another process makes it only when the hook runs."""
     kept: list[tf.Variable] = []
