@@ -30,34 +30,47 @@ METRICS = {"tfrecords": "validation/loss", "gan": "frechet"}
 MARKS = re.compile(r"\{\{|\{%|\{#|cookiecutter\.[a-z_]")
 
 
+ALWAYS = """
+    callbacks.py config.yaml train.sh tests/test_callbacks.py pyproject.toml README.md
+    AGENTS.md .gitignore .pre-commit-config.yaml .github/workflows/ci.yml
+"""
+
+
+def expect_files(answers: dict[str, str], uses_digits: bool) -> set[str]:
+    """Returns the files that answers ask for, without the engine and its tests."""
+    example = answers["example"]
+    expected = set(ALWAYS.split())
+    for answer, name in (
+        ("license", "LICENSE"),
+        ("tracker", "tracker.py"),
+        ("sweep", "sweep.py"),
+    ):
+        if answers[answer] != "none":
+            expected.add(name)
+    for launcher, names in LAUNCH.items():
+        if answers["launch"] in (launcher, "all"):
+            expected |= {f"launch/{name}" for name in names}
+    pictures = (TEMPLATE / "pictures" / example).glob("*")
+    expected |= {f"pictures/{example}/{path.name}" for path in pictures}
+    if uses_digits:
+        expected |= {"data/digits.npz", "data/README.md"}
+    if example == "tfrecords":
+        expected.add("make_records.py")
+    return expected
+
+
 def test_files(projects: list[Project]) -> None:
     """A project holds the files of its answers, no mark of the template, and the engine's bytes."""
     engine = {f"ctl_core/{name}": content for name, content in files(ROOT / "ctl_core").items()}
     net = files(ROOT / "tests" / "engine_net")
     engine |= {f"tests/engine/{name}": content for name, content in net.items()}
-    always = "callbacks.py config.yaml train.sh tests/test_callbacks.py pyproject.toml README.md"
-    always += " AGENTS.md .gitignore .pre-commit-config.yaml .github/workflows/ci.yml"
     for project in projects:
-        answers, found = project.answers, project.files
-        expected = {*always.split(), *engine}
-        for answer, name in (("license", "LICENSE"), ("tracker", "tracker.py"),
-                             ("sweep", "sweep.py")):  # fmt: skip
-            if answers[answer] != "none":
-                expected.add(name)
-        for place, names in LAUNCH.items():
-            if answers["launch"] in (place, "all"):
-                expected |= {f"launch/{name}" for name in names}
-        example = answers["example"]
-        expected |= {f"pictures/{example}/{path.name}" for path in
-                     (TEMPLATE / "pictures" / example).glob("*")}  # fmt: skip
-        uses_digits = b"digits.npz" in found["callbacks.py"]
-        assert uses_digits or example not in ("digits", "tfrecords")
-        if uses_digits:
-            expected |= {"data/digits.npz", "data/README.md"}
-        if example == "tfrecords":
-            expected.add("make_records.py")
-        assert set(found) == expected, answers
-        assert {name: found[name] for name in engine} == engine
+        answers = project.answers
+        uses_digits = b"digits.npz" in project.files["callbacks.py"]
+        assert uses_digits or answers["example"] not in ("digits", "tfrecords")
+        expected = expect_files(answers, uses_digits) | engine.keys()
+        assert set(project.files) == expected, answers
+        assert {name: project.files[name] for name in engine} == engine
         assert not (project.folder / "ctl_core").is_symlink()
         assert not (project.folder / "tests" / "engine").is_symlink()
         assert os.access(project.folder / "train.sh", os.X_OK)
