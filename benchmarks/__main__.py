@@ -48,7 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     device = arguments.device
     of_device, heading = SECTIONS, "## The report"
     if device == "gpu":  # the first one
-        of_device, heading = [*(one for one in SECTIONS if one[0] == 1), (1, MIXED)], "## On a GPU"
+        of_device, heading = (
+            [*(each for each in SECTIONS if each[0] == 1), (1, MIXED)],
+            "## On a GPU",
+        )
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

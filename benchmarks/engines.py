@@ -90,7 +90,7 @@ def compare(this: Path, other: Path, row: int, rounds: int) -> list[float]:
     engines = [Engine(folder, row) for folder in (this, other)]
     try:
         pairs = zip(engines[0].weights, engines[1].weights, strict=True)
-        if not all(abs(one - two) <= 1e-4 * abs(two) for one, two in pairs):
+        if not all(abs(loss - expected) <= 1e-4 * abs(expected) for loss, expected in pairs):
             raise SystemExit(f"error: {ROWS[row][0]}: the engines train other weights.")
         ratios = []
         for number in range(WARM + rounds):

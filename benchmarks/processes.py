@@ -106,7 +106,7 @@ def _guides(in_graph: bool, rounds: int) -> list[float]:
     import tensorflow as tf
 
     step, iterator = _parts(tf.distribute.MultiWorkerMirroredStrategy())
-    one = tf.function(lambda: step(iterator))
+    take_step = tf.function(lambda: step(iterator))
 
     @tf.function
     def several(steps: Any) -> Any:
@@ -119,7 +119,7 @@ def _guides(in_graph: bool, rounds: int) -> list[float]:
         if in_graph:
             float(several(tf.constant(steps)))
         else:
-            float([one() for _ in range(steps)][-1])
+            float([take_step() for _ in range(steps)][-1])
 
     return _segments(run, rounds)
 

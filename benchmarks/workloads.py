@@ -172,8 +172,8 @@ def transformer() -> Workload:
     layer, width = keras.layers, 64
 
     def block(inputs: Any) -> Any:
-        said = layer.MultiHeadAttention(4, width // 4, use_bias=False)(inputs, inputs)
-        inputs = layer.LayerNormalization()(inputs + said)
+        attended = layer.MultiHeadAttention(4, width // 4, use_bias=False)(inputs, inputs)
+        inputs = layer.LayerNormalization()(inputs + attended)
         hidden = layer.Dense(width)(layer.Dense(2 * width, activation="relu")(inputs))
         return layer.LayerNormalization()(inputs + hidden)
 

@@ -166,8 +166,8 @@ def make_repository() -> str:
         ):
             done = git(*arguments)
             if done.returncode:
-                said = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-                return f"git: no first commit made ({said[-1].strip()}); make it yourself."
+                lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
+                return f"git: no first commit made ({lines[-1].strip()}); make it yourself."
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"git: no first commit made ({error}); make it yourself."
     if CONTEXT["under_cruft"]:

@@ -217,13 +217,13 @@ def read(folder: Path, who: str, what: str) -> Trained:
 
 def measure(weights: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> float:
     pairs = zip(weights, expected, strict=True)
-    return max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs)
+    return max(float(np.abs(values - other).max() / np.abs(other).max()) for values, other in pairs)
 
 
-def format_cell(one: Trained, difference: float) -> str:
+def format_cell(trained: Trained, difference: float) -> str:
     """Returns kills, difference, and how many examples were used twice and never, if any."""
-    kills = f"{one.kills}×: " if one.kills else ""
-    used = f", {one.twice}/{one.never}" if one.twice or one.never else ""
+    kills = f"{trained.kills}×: " if trained.kills else ""
+    used = f", {trained.twice}/{trained.never}" if trained.twice or trained.never else ""
     return f"{kills}{f'{difference:.0e}' if difference else '0'}{used}"
 
 
@@ -236,19 +236,25 @@ def main() -> int:
     undisturbed: dict[str, Trained] = {}
     cells: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for one in train_all(Path(folder)):
-            first = undisturbed.setdefault(one.who, one)
-            expected = undisturbed[ENGINE] if one is first else first
-            difference = np.inf if one.message else measure(one.weights, expected.weights)
-            limit = 0 if one.what in (ONE, KILLED) else LIMIT
-            broken |= one.who == ENGINE and bool(difference > limit or one.twice or one.never)
-            cell = f"*fails*: {one.message}" if one.message else format_cell(one, difference)
-            cells.setdefault(one.what, {})[one.who] = cell
-            print(f"{one.who}, {one.what}: {cell}", flush=True)
+        for trained in train_all(Path(folder)):
+            first = undisturbed.setdefault(trained.who, trained)
+            expected = undisturbed[ENGINE] if trained is first else first
+            difference = np.inf if trained.message else measure(trained.weights, expected.weights)
+            limit = 0 if trained.what in (ONE, KILLED) else LIMIT
+            broken |= trained.who == ENGINE and bool(
+                difference > limit or trained.twice or trained.never
+            )
+            cell = (
+                f"*fails*: {trained.message}"
+                if trained.message
+                else format_cell(trained, difference)
+            )
+            cells.setdefault(trained.what, {})[trained.who] = cell
+            print(f"{trained.who}, {trained.what}: {cell}", flush=True)
     lines = [["what was done", *WHO], ["---"] * 4]
     lines += [[what, *(of.get(who, "") for who in WHO)] for what, of in cells.items()]
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    seconds = sum(one.ru_utime + one.ru_stime for one in usage)
+    seconds = sum(trained.ru_utime + trained.ru_stime for trained in usage)
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines) + (
         f"\nTensorFlow {tf.__version__}, Keras {keras.__version__}; {seconds:.0f} s of a core, in "
         f"{time.monotonic() - begun:.0f} s. {undisturbed[ENGINE].clipped} of {program.STEPS} "

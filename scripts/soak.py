@@ -192,11 +192,21 @@ def sum_up(folder: Path) -> None:
     """Prints how many kills there were, and the largest differences."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     for of, is_same in itertools.product(KINDS, (True, False)):
-        some = [line for line in lines if line["of"] == of and (len(line["ways"]) == 1) == is_same]
-        sums = {key: sum(line[key] for line in some) for key in ("start", "step", "save")}
-        sums["unfinished"] = sum(line["unfinished"] for line in some)
-        largest = {key: max(line[key] for line in some) for key in ("difference", "slowest")}
-        print(of, "as many" if is_same else "other numbers", f"{len(some)} runs", sums, largest)
+        lines_of_kind = [
+            line for line in lines if line["of"] == of and (len(line["ways"]) == 1) == is_same
+        ]
+        sums = {key: sum(line[key] for line in lines_of_kind) for key in ("start", "step", "save")}
+        sums["unfinished"] = sum(line["unfinished"] for line in lines_of_kind)
+        largest = {
+            key: max(line[key] for line in lines_of_kind) for key in ("difference", "slowest")
+        }
+        print(
+            of,
+            "as many" if is_same else "other numbers",
+            f"{len(lines_of_kind)} runs",
+            sums,
+            largest,
+        )
 
 
 def main() -> int:

@@ -75,8 +75,8 @@ def test_an_optimizer_that_copies_weights(
         hooks, **small.settings(STEPS, run_name="b", init_from="source", virtual_devices=devices)
     )
     compare.assert_close(state.train_model.weights, expected.weights)
-    found = [v for v in state.optimizer.variables if not v.path.endswith("learning_rate")]
-    compare.assert_close(found, kept)
+    variables = [v for v in state.optimizer.variables if not v.path.endswith("learning_rate")]
+    compare.assert_close(variables, kept)
 
 
 @pytest.mark.slow
@@ -279,7 +279,7 @@ def find_line(lines: str, setting: str) -> str:
     "kind", ["run", *small.slow_but(of=["step", "keras", "weights.h5", "saved_model"])]
 )
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_another_head(
+def test_run_with_another_head_begins_with_the_other_layers(
     train: engine.Train,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -320,7 +320,7 @@ def test_another_head(
     assert "hidden" not in skipped
 
 
-def test_what_does_not_fit_is_listed(train: engine.Train) -> None:
+def test_variables_that_do_not_fit_are_listed(train: engine.Train) -> None:
     """A layer of the same name and other shape, one that is missing, and a misspelt pattern."""
 
     def create_deeper() -> keras.Model:

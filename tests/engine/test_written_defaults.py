@@ -165,13 +165,13 @@ def run(folder: Path, capsys: Any, devices: int, hooks: dict[str, str]) -> Outco
         settings["virtual_devices"] = devices
     capsys.readouterr()
     state = engine.train(callbacks, runs=folder / "runs", **settings)
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     local = state.strategy.experimental_local_results
     variables = state.recording.variables.values()
     return Outcome(
-        [part.numpy() for variable in variables for part in local(variable)],
+        [value.numpy() for variable in variables for value in local(variable)],
         len(callbacks.TRACES),
-        mask_times(said.out + said.err, folder),
+        mask_times(printed.out + printed.err, folder),
     )
 
 

@@ -42,7 +42,7 @@ create_dataset = slices(data(), drop_remainder=True)
 
 
 # The last 37 examples, which no batch divides.
-create_eval_dataset = slices(tuple(part[-37:] for part in data()))
+create_eval_dataset = slices(tuple(array[-37:] for array in data()))
 
 
 def create_model() -> keras.Model:
@@ -91,10 +91,10 @@ def update_pre(gradients: Any) -> Any:
 HOOKS = (create_dataset, create_model, create_loss, create_opt, update_pre)
 
 
-def hooks(**own: Any) -> SimpleNamespace:
+def hooks(**replaced: Any) -> SimpleNamespace:
     """The hooks above, quiet; what is named replaces them."""
     base = {hook.__name__: hook for hook in HOOKS}
-    return SimpleNamespace(**{**base, "every_steps": {}, **own})
+    return SimpleNamespace(**{**base, "every_steps": {}, **replaced})
 
 
 def settings(steps: int, **more: Any) -> dict[str, Any]:
@@ -116,11 +116,11 @@ def plain(
         batches: without them those of ``create_dataset``; a dataset is of one pass
         optimizer: plain SGD if it is not said
     """
-    own = hooks(create_model=lambda: model or create_model())
-    own.create_opt = lambda lr: optimizer or create_opt(lr)
+    program = hooks(create_model=lambda: model or create_model())
+    program.create_opt = lambda lr: optimizer or create_opt(lr)
     batches = create_dataset(BATCH) if batches is None else batches
     repeated = batches.repeat() if isinstance(batches, tf.data.Dataset) else batches
-    trained = Reference(own)
+    trained = Reference(program)
     for step, batch in zip(range(1, steps + 1), repeated, strict=False):
         if rate_at:
             trained.parts.optimizer.learning_rate = rate_at(step)

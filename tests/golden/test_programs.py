@@ -24,13 +24,15 @@ QUICK = ("batch_norm", "codebook", "embedding", "multi_task", "ragged", "recomme
     ("way", "name"),
     [(way, name) for way in WAYS for name in NAMES if getattr(load_program(name), way, True)],
 )
-def test_weights_in_each_way(train: engine.Train, way: str, name: str) -> None:
+def test_programs_have_the_weights_of_their_plain_loops(
+    train: engine.Train, way: str, name: str
+) -> None:
     """On one device by XLA, if it can: what it compiles is the same step."""
     program, first = load_program(name), list[np.ndarray]()
 
     def read_first(train_model: Any, train_loss: Any, optimizer: Any) -> None:
-        parts = {"train_model": train_model, "train_loss": train_loss, "optimizer": optimizer}
-        first[:] = compare.read_numbers(program.weights(SimpleNamespace(**parts)))
+        trained = {"train_model": train_model, "train_loss": train_loss, "optimizer": optimizer}
+        first[:] = compare.read_numbers(program.weights(SimpleNamespace(**trained)))
 
     hooks = program.hooks()
     hooks.at_step = {**getattr(hooks, "at_step", {}), 1: read_first}
@@ -42,7 +44,7 @@ def test_weights_in_each_way(train: engine.Train, way: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", small.slow_but(*QUICK, of=NAMES))
-def test_killed_and_resumed(train: engine.Train, runs: Path, name: str) -> None:
+def test_killed_programs_resume_bit_for_bit(train: engine.Train, runs: Path, name: str) -> None:
     """On two devices; the resumed run is the whole one bit for bit, in all that it saves."""
     program = load_program(name)
     settings = SETTINGS | {"virtual_devices": 2, "ckpt_every": LAST_SAVED} | program.settings

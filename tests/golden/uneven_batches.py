@@ -16,7 +16,7 @@ LAST = pytest.mark.parametrize("last_batch", ["drop", "keep"])
 
 
 def data(examples: int) -> list[np.ndarray]:
-    return [np.tile(part, (2, 1))[:examples] for part in small.data()]
+    return [np.tile(array, (2, 1))[:examples] for array in small.data()]
 
 
 def split(examples: int) -> tf.data.Dataset:

@@ -78,8 +78,8 @@ def lazy_penalty() -> Program:
 def steepness(model: Any, inputs: Any) -> Any:
     with tf.GradientTape() as tape:
         tape.watch(inputs)
-        said = model(inputs)
-    return tf.reduce_sum(tape.gradient(said, inputs) ** 2, axis=1)
+        output = model(inputs)
+    return tf.reduce_sum(tape.gradient(output, inputs) ** 2, axis=1)
 
 
 NUMBERS = np.random.default_rng(3).integers(0, 7, (44, 3)).astype("int32")

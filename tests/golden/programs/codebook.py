@@ -76,9 +76,9 @@ class Autoencoder(keras.Model):
 
 
 def loss_of_each(loss_input: Any) -> Any:
-    (found, vectors, codes), inputs = loss_input
+    (outputs, vectors, codes), inputs = loss_input
     commitment = tf.reduce_sum((vectors - tf.stop_gradient(codes)) ** 2, axis=1)
-    return tf.reduce_sum((found - inputs) ** 2, axis=1) + BETA * commitment
+    return tf.reduce_sum((outputs - inputs) ** 2, axis=1) + BETA * commitment
 
 
 create_dataset = small.slices(INPUTS)

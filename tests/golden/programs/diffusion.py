@@ -78,12 +78,12 @@ class Diffusion(keras.Model):
         signal_rates = tf.cos(start + times * (end - start))
         noisy = signal_rates * images + noise_rates * noises
         network = self.network if training else self.ema_network
-        found = network([noisy, noise_rates**2], training=training)
+        predicted = network([noisy, noise_rates**2], training=training)
         return {
             "noises": noises,
-            "found_noises": found,
+            "found_noises": predicted,
             "images": images,
-            "found_images": (noisy - noise_rates * found) / signal_rates,
+            "found_images": (noisy - noise_rates * predicted) / signal_rates,
         }
 
 
@@ -93,8 +93,8 @@ def create_model() -> keras.Model:
 
 
 def absolute_error(loss_input: Any) -> Any:
-    found, true = loss_input
-    return tf.reduce_mean(tf.abs(found - true), axis=[1, 2, 3])
+    predicted, true = loss_input
+    return tf.reduce_mean(tf.abs(predicted - true), axis=[1, 2, 3])
 
 
 def follow(train_model: Any) -> None:

@@ -65,8 +65,8 @@ def train_plainly() -> Trained:
     for inputs, label in whole_batches(create_dataset):
         with tf.GradientTape(persistent=True) as tape:
             loss = tf.reduce_mean(crossentropy((model(inputs), label)))
-        found = [tape.gradient(loss, variables) for _, variables in groups]
-        for (optimizer, variables), gradients in zip(groups, found, strict=True):
+        gradients_of_groups = [tape.gradient(loss, variables) for _, variables in groups]
+        for (optimizer, variables), gradients in zip(groups, gradients_of_groups, strict=True):
             optimizer.apply(gradients, variables)
         for mean, weight in zip(average.weights, model.weights, strict=True):
             mean.assign(DECAY * mean + (1.0 - DECAY) * weight)

@@ -94,8 +94,8 @@ class Loss:
         self.with_kl = with_kl
 
     def __call__(self, loss_input: Any) -> Any:
-        (found, mean, log_variance), image = loss_input
-        loss = PIXELS * keras.losses.binary_crossentropy(image, found)
+        (reconstruction, mean, log_variance), image = loss_input
+        loss = PIXELS * keras.losses.binary_crossentropy(image, reconstruction)
         return loss + kl_of(mean, log_variance) if self.with_kl else loss
 
 
@@ -108,17 +108,17 @@ def create_metrics() -> dict[str, keras.Metric]:
 
 
 def metric_pre(output: Any, batch: Any) -> Any:
-    found, mean, log_variance = output
+    reconstruction, mean, log_variance = output
     image, _ = batch
     return {
-        "reconstruction": PIXELS * keras.losses.binary_crossentropy(image, found),
+        "reconstruction": PIXELS * keras.losses.binary_crossentropy(image, reconstruction),
         "kl": kl_of(mean, log_variance),
-        "accuracy": (image, found),
+        "accuracy": (image, reconstruction),
     }
 
 
 def hooks(own_noise: bool = False, adds_loss: bool = False) -> SimpleNamespace:
-    found = small.hooks(
+    program = small.hooks(
         create_dataset=create_dataset,
         create_eval_dataset=create_eval_dataset,
         create_model=lambda: create_model(own_noise, adds_loss),
@@ -128,8 +128,8 @@ def hooks(own_noise: bool = False, adds_loss: bool = False) -> SimpleNamespace:
         create_metrics=create_metrics,
         metric_pre=metric_pre,
     )
-    del found.update_pre, found.every_steps  # those that every project has by default
-    return found
+    del program.update_pre, program.every_steps  # those that every project has by default
+    return program
 
 
 PROGRAM = Program(
