@@ -21,7 +21,8 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 ROOT = Path(__file__).resolve().parents[1]
-WARM, MOST = 1, 1.03
+WARM = 1
+MOST = 1.03
 # Name, devices, workload, the loss is read every so many steps, settings.
 ROWS: list[tuple[str, int, str, int, dict[str, Any]]] = [
     *((f"{work}, loss every {every}", 1, work, every, {}) for work, every in

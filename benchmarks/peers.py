@@ -125,7 +125,8 @@ def clipped(work: Workload, gradients: Any) -> Any:
 def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
     """A custom loop as TensorFlow's guides have it: one call of a ``tf.function`` for a step."""
     with strategy.scope():
-        model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
+        model = work.create_model()
+        optimizer = work.create_opt(LEARNING_RATE)
         optimizer.build(model.trainable_variables)
     pace.weights = model.get_weights
     data = work.endless()
@@ -157,7 +158,8 @@ def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace:
 
 def floor(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
     """The step's operations in a bare loop in the graph, with all batches in memory already."""
-    model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
+    model = work.create_model()
+    optimizer = work.create_opt(LEARNING_RATE)
     optimizer.build(model.trainable_variables)
     pace.weights = model.get_weights
     batches = list(work.dataset(work.batch_size))

@@ -17,11 +17,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-FIT, MANY, TEXTBOOK = "Keras fit", "Keras fit, many steps", "textbook loop"
-COMPILED, SAVING = "engine, compiled", "engine, saving"
-FLOOR, INPUT = "floor", "input alone"
+FIT = "Keras fit"
+MANY = "Keras fit, many steps"
+TEXTBOOK = "textbook loop"
+COMPILED = "engine, compiled"
+SAVING = "engine, saving"
+FLOOR = "floor"
+INPUT = "input alone"
 IN_GRAPH = "textbook loop in the graph"
-EVALUATE, EVALUATE_MANY = "Keras evaluate", "Keras evaluate, many steps"
+EVALUATE = "Keras evaluate"
+EVALUATE_MANY = "Keras evaluate, many steps"
 OURS = ("engine", COMPILED, SAVING)
 PARTS = (FLOOR, INPUT)  # not a whole training each
 BEST = "best peer"
@@ -166,7 +171,8 @@ class Results:
             text = str(goal)
             if goal.above == (BEST,):
                 best = self._find_best(goal.key)
-                goal, text = goal._replace(above=(best,)), text.replace(BEST, f"{BEST} ({best})")
+                goal = goal._replace(above=(best,))
+                text = text.replace(BEST, f"{BEST} ({best})")
             if ratios := self.ratios(goal.key, goal.above, goal.below):
                 yield Reached(text, ratios, goal.needed, goal.at_most)
         if self.memory is not None:

@@ -21,11 +21,13 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PICTURES = DOCS / "pictures"
-KILLED, RUN = 350, "killed"
+KILLED = 350
+RUN = "killed"
 FIRST = f"./train.sh --run-name {RUN}"
 AGAIN = f"{FIRST} --virtual-devices 4"
 LETTERS = 66  # of a line of the terminal
-WIDTH, HEIGHT = 980, 340
+WIDTH = 980
+HEIGHT = 340
 LEFT, RIGHT, TOP, BOTTOM = 570, 955, 45, 290  # the curve's axes
 LOSSES = (1.0, 0.1, 0.01)
 

@@ -41,7 +41,8 @@ LIMIT = 1e-5  # of the engine's differences; on one device there is to be none
 PAUSE = 0.06  # seconds a step of a run that is killed
 PATIENCE = 240  # seconds for a first step, and for an end
 WHO = ENGINE, FIT, LOOP = "ctl_core", "Keras `fit`", "textbook loop"
-ONE, KILLED = "one device", "killed, on one device"
+ONE = "one device"
+KILLED = "killed, on one device"
 SETTINGS: dict[str, Any] = {
     "steps": program.STEPS,
     "batch_size": program.BATCH,
@@ -94,11 +95,13 @@ class Trained(NamedTuple):
 
 def list_runs() -> Iterator[Run]:
     """Yields what is trained by processes of their own."""
-    choice, ways = random.Random(program.SEED), [(1, 1)]
+    choice = random.Random(program.SEED)
+    ways = [(1, 1)]
     for _ in range(10):
         others = {(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3)} - {ways[-1]}
         ways.append(choice.choice(sorted(others)))
-    four, various = [(1, 1)] * 4, [(1, 1), (2, 1), (4, 1), (1, 1)]
+    four = [(1, 1)] * 4
+    various = [(1, 1), (2, 1), (4, 1), (1, 1)]
     other = "killed, each time on other devices"
     for number in (2, 3):
         yield Run(ENGINE, f"{number} processes", [(1, number)])
@@ -136,9 +139,12 @@ def train_all(folder: Path) -> Iterator[Trained]:
 
 def train(folder: Path, run: Run) -> Trained:
     """Trains by processes of their own, which are killed at random moments after a first step."""
-    moments, hits, kills = random.Random(program.SEED), 0, len(run.ways) - 1
+    moments = random.Random(program.SEED)
+    hits = 0
+    kills = len(run.ways) - 1
     for number, way in enumerate(run.ways):
-        start, is_killed = folder / str(number), number < kills
+        start = folder / str(number)
+        is_killed = number < kills
         started = start_processes(run, way, start, PAUSE * bool(kills))
         if is_killed:
             wait_for(start.with_suffix(".ids"), started)
@@ -160,7 +166,8 @@ def start_processes(
     devices, processes = way
     environ = {**os.environ, "PROOF": str(start), "PAUSE": str(pause)}
     environ |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    hosts, started = [f"127.0.0.1:{port}" for port in find_free_ports(processes)], []
+    hosts = [f"127.0.0.1:{port}" for port in find_free_ports(processes)]
+    started = []
     for index in range(processes):
         if processes > 1:
             place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
@@ -231,7 +238,9 @@ def main() -> int:
     """Trains, prints the table, and puts it into a document; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m scripts.prove", description=__doc__)
     parser.add_argument("--into", type=Path, metavar="FILE.md", help="put the table into it")
-    into, begun, broken = parser.parse_args().into, time.monotonic(), False
+    into = parser.parse_args().into
+    begun = time.monotonic()
+    broken = False
     tf.get_logger().setLevel("ERROR")  # many runs look to it like one that is traced anew
     undisturbed: dict[str, Trained] = {}
     cells: dict[str, dict[str, str]] = {}

@@ -138,10 +138,12 @@ def end_others(
 
 def wait_for_files(folder: Path, count: int, started: Sequence[subprocess.Popen[bytes]]) -> None:
     """Waits until so many files of checkpoints have come."""
-    known, until = list_files(folder), time.monotonic() + PATIENCE
+    known = list_files(folder)
+    until = time.monotonic() + PATIENCE
     while count > 0 and is_running(started) and time.monotonic() < until:
         now = list_files(folder)
-        count, known = count - len(now - known), now
+        count -= len(now - known)
+        known = now
         time.sleep(0.001)
 
 
@@ -165,7 +167,9 @@ def read_weights(folder: Path) -> list[np.ndarray]:
 
 def soak(folder: Path, of: str, kills: int, seed: int) -> bool:
     """Trains runs until so many kills are spent; returns whether all are as they should be."""
-    draw, done, well = random.Random(seed), 0, True
+    draw = random.Random(seed)
+    done = 0
+    well = True
     for number in itertools.count():
         if done >= kills:
             return well

@@ -45,7 +45,11 @@ def kill(cluster: Cluster, what: str, draw: random.Random) -> None:
 
 def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.Random) -> Any:
     """Trains one run to its end, killed on the way; returns what there is to say of it."""
-    fixed, ids, size, killed_at, what = number % 2 == 0, folder / "now.ids", 0, 0.0, ""
+    fixed = number % 2 == 0
+    ids = folder / "now.ids"
+    size = 0
+    killed_at = 0.0
+    what = ""
     ids.write_text("")
     counts: Any = {"fixed": fixed, "process": 0, "node": 0, "early": 0, "seconds": []}
     command = [sys.executable, "launch/ray_job.py", "--max-failures", "-1", "--num-workers"]
@@ -67,7 +71,8 @@ def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.
             what = "node" if early else draw.choice(("process", "node"))
             killed_at = time.monotonic()
             kill(cluster, what, draw)
-            counts[what], counts["early"] = counts[what] + 1, counts["early"] + early
+            counts[what] += 1
+            counts["early"] += early
             if what == "node" and (fixed or draw.random() < 0.5 or not cluster.worker_nodes):
                 cluster.add_node(num_cpus=1)
             time.sleep(2)  # what was under way has ended
@@ -91,7 +96,9 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=20)
     options = parser.parse_args()
-    folder, draw, done = options.folder.absolute(), random.Random(options.kills), 0
+    folder = options.folder.absolute()
+    draw = random.Random(options.kills)
+    done = 0
     (folder / "launch").mkdir(parents=True)
     shutil.copy(ROOT / "{{cookiecutter.project_slug}}/launch/ray_job.py", folder / "launch")
     (folder / "ctl_core").symlink_to(ROOT / "ctl_core")
@@ -100,7 +107,8 @@ def main() -> int:
         subprocess.run([*TRAIN, f"--run-name=whole{n}", f"--workers={n}"], cwd=folder, check=True)
     os.environ |= {"PROOF": str(folder / "now"), "PAUSE": "0.2", "RAY_AUTH_MODE": "disabled"}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    os.environ["RAY_ADDRESS"], number = cluster.address, 0
+    os.environ["RAY_ADDRESS"] = cluster.address
+    number = 0
     while done < options.kills:
         counts = train(folder, number, min(KILLS, options.kills - done), cluster, draw)
         files = (folder / "now.npz", folder / f"whole{NODES if counts['fixed'] else 1}.npz")
@@ -110,7 +118,8 @@ def main() -> int:
             log.write(json.dumps(counts) + "\n")
         print(counts, flush=True)
         assert counts["difference"] <= LIMIT * (not counts["fixed"]) and used == (0, 0), folder
-        number, done = number + 1, done + counts["process"] + counts["node"]
+        number += 1
+        done += counts["process"] + counts["node"]
     cluster.shutdown()
     return 0
 

@@ -56,7 +56,8 @@ class Reference:
 
     def look(self, batch: Any, training: bool) -> tuple[Any, Any, Any, Any]:
         """Returns the output, a loss for each example, what layers add, and the batch's weight."""
-        model, inputs = self.parts.train_model, self.ask("input_pre", batch=batch)
+        model = self.parts.train_model
+        inputs = self.ask("input_pre", batch=batch)
         training_argument = {"training": training} if isinstance(model, keras.Model) else {}
         output = model(inputs, **training_argument)
         losses = self.parts.train_loss(self.ask("loss_pre", output=output, batch=batch))
@@ -81,7 +82,9 @@ class Reference:
             split: a batch into micro-batches, each of which has its own losses
         """
         for batch in batches:
-            total, weights, outputs = 0.0, 0.0, list[Any]()
+            total = 0.0
+            weights = 0.0
+            outputs = list[Any]()
             with tf.GradientTape() as tape:
                 for share in split(batch):
                     output, losses, extra, weight = self.look(share, training=True)
@@ -104,7 +107,9 @@ class Reference:
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Returns the loss and the metrics of batches."""
-        metrics, total, weights = self.ask("create_metrics"), 0.0, 0.0
+        metrics = self.ask("create_metrics")
+        total = 0.0
+        weights = 0.0
         for batch in batches:
             output, losses, extra, weight = self.look(batch, training=False)
             total += float(tf.reduce_sum(losses) + weight * extra)

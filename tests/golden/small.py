@@ -12,7 +12,9 @@ import tensorflow as tf
 
 from tests.golden.reference import RATE, Reference
 
-EXAMPLES, FEATURES, BATCH = 100, 5, 16
+EXAMPLES = 100
+FEATURES = 5
+BATCH = 16
 
 
 def slow_but(*quick: Any, of: Iterable[Any]) -> list[Any]:

@@ -11,7 +11,8 @@ import tensorflow as tf
 from tests.golden import compare, engine, small
 from tests.golden.reference import RATE, Reference
 
-SEED, FEATURES = 3, small.FEATURES
+SEED = 3
+FEATURES = small.FEATURES
 LAST = pytest.mark.parametrize("last_batch", ["drop", "keep"])
 
 

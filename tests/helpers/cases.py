@@ -15,7 +15,8 @@ import ctl_core
 from tests.golden import compare, small
 
 FEATURES = small.FEATURES
-regression_data, small_model = small.data, small.create_model
+regression_data = small.data
+small_model = small.create_model
 sgd = small.create_opt
 
 
@@ -89,7 +90,8 @@ class Followed(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.online, self.target = small_model(), small_model()
+        self.online = small_model()
+        self.target = small_model()
         self.target.trainable = False
 
     def call(self, inputs: Any) -> Any:

@@ -55,7 +55,9 @@ class Example:
             folder: tmp_path, where ``cli`` runs
             flags: settings of each training, such as ``"--hparams.width", "4"``
         """
-        self.folder, self._cli, self._flags = folder, cli, flags
+        self.folder = folder
+        self._cli = cli
+        self._flags = flags
         source = (EXAMPLES / f"{name}.py").read_text()
         (folder / "callbacks.py").write_text(source)
         (folder / "config.yaml").write_text((EXAMPLES / f"{name}.yaml").read_text())
@@ -104,13 +106,15 @@ def assert_lives(
         atol: how far numbers on two devices may be from those on one after three steps; more would
             let rounding grow where Adam and kinks (ReLU, max pooling) make much of it
     """
-    flags, hooks = ("--deterministic",), example.folder / "callbacks.py"
+    flags = ("--deterministic",)
+    hooks = example.folder / "callbacks.py"
     source = hooks.read_text()
     hooks.write_text(source + KILL)
     assert "done: step 6" in example.train("whole", *flags).out
     hooks.write_text(source)
     example.train("two-devices", "--virtual-devices", "2", *flags)
-    one_device, two_devices = example.numbers("whole", 3), example.numbers("two-devices", 3)
+    one_device = example.numbers("whole", 3)
+    two_devices = example.numbers("two-devices", 3)
     assert one_device.keys() == two_devices.keys() and len(one_device) > 3
     for name, value in one_device.items():
         np.testing.assert_allclose(value, two_devices[name], 1e-4, atol, err_msg=name)
@@ -131,7 +135,8 @@ def assert_lives(
         np.testing.assert_array_equal(served[name], value, err_msg=name)
 
     assert "resuming at step 3" in example.train("parts", *flags).out
-    whole, resumed = example.numbers("whole"), example.numbers("parts")
+    whole = example.numbers("whole")
+    resumed = example.numbers("parts")
     assert whole.keys() == resumed.keys()
     for name, value in whole.items():
         np.testing.assert_array_equal(value, resumed[name], err_msg=name)

@@ -111,7 +111,8 @@ class Project(NamedTuple):
 @pytest.fixture(scope="session")
 def projects(tmp_path_factory: pytest.TempPathFactory, render: Render) -> list[Project]:
     """One for each example, and with each answer to the other questions; not written into."""
-    rendered, place = [], tmp_path_factory.mktemp("projects")
+    rendered = []
+    place = tmp_path_factory.mktemp("projects")
     (place / ".git").mkdir()  # each a part of this repository, which saves a first commit
     for number in range(len(EXAMPLES)):
         answers = {name: choices[number % len(choices)] for name, choices in CHOICES.items()}

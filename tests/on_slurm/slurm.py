@@ -94,7 +94,8 @@ class Slurm:
         self._run("slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
         for node in NODES:
             self._run("slurmd", "-D", "-N", node, "-f", str(self.folder / "slurm.conf"))
-        end, ask = time.monotonic() + 60, ("sinfo", "-h", "-N", "-p", "work", "-o", "%t")
+        end = time.monotonic() + 60
+        ask = ("sinfo", "-h", "-N", "-p", "work", "-o", "%t")
         while self.call(*ask, check=False).split() != 2 * ["idle"]:
             if time.monotonic() > end:
                 raise AssertionError(self._logs())

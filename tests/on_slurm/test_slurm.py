@@ -99,7 +99,8 @@ def test_preemption_and_kills_change_no_bit(project: Path, slurm: Slurm, undistu
 
 def test_job_takes_the_nodes_that_are_there(project: Path, slurm: Slurm) -> None:
     """Started again, the job has one node while the other is drained, and two after that."""
-    steps, run = (*STEPS, "--steps=300", "--ckpt-every=50"), project / "runs" / "elastic"
+    steps = (*STEPS, "--steps=300", "--ckpt-every=50")
+    run = project / "runs" / "elastic"
     settings = ("launch/slurm.sh", "--run-name", "elastic", *steps)
     job = slurm.submit(project, "--nodes=1-2", *SMALL, *settings)
     trained_to(run, 50)

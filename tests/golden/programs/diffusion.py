@@ -47,7 +47,8 @@ class Waves(keras.layers.Layer):
 
 
 def create_network() -> keras.Model:
-    noisy, variance = keras.Input((4, 4, 1)), keras.Input((1, 1, 1))
+    noisy = keras.Input((4, 4, 1))
+    variance = keras.Input((1, 1, 1))
     waves = keras.layers.UpSampling2D(4, interpolation="nearest")(Waves()(variance))
     skip = keras.layers.Concatenate()([keras.layers.Conv2D(4, 3, padding="same")(noisy), waves])
     x = keras.layers.AveragePooling2D(2)(skip)
@@ -73,7 +74,8 @@ class Diffusion(keras.Model):
     def call(self, inputs: Any, training: bool = False) -> Any:
         images, noises, times = inputs
         images = self.normalizer(images)
-        start, end = math.acos(0.95), math.acos(0.02)
+        start = math.acos(0.95)
+        end = math.acos(0.02)
         noise_rates = tf.sin(start + times * (end - start))
         signal_rates = tf.cos(start + times * (end - start))
         noisy = signal_rates * images + noise_rates * noises

@@ -55,7 +55,8 @@ def update_pre(gradients: Any, objective: str, all_gradients: Any) -> Any:
         for name, gradients_of_task in all_gradients.items()
         if name != objective
     )
-    shared, head = gradients[:2], gradients[2:]
+    shared = gradients[:2]
+    head = gradients[2:]
     along = sum(
         tf.reduce_sum(gradient * projected_on)
         for gradient, projected_on in zip(shared, other, strict=True)
@@ -80,7 +81,9 @@ hooks = functools.partial(
 
 
 def train_plainly() -> Trained:
-    model, optimizers, conflicts = create_model(), create_opt(RATE), 0
+    model = create_model()
+    optimizers = create_opt(RATE)
+    conflicts = 0
     for inputs, target in whole_batches(create_dataset):
         with tf.GradientTape(persistent=True) as tape:
             losses = train_loss((model(inputs), target))

@@ -60,7 +60,8 @@ hooks = functools.partial(
 
 def train_plainly() -> Trained:
     """Trains; what is evaluated is the average."""
-    model, average = create_model(), create_model()
+    model = create_model()
+    average = create_model()
     groups = create_opt(RATE, model)
     for inputs, label in whole_batches(create_dataset):
         with tf.GradientTape(persistent=True) as tape:

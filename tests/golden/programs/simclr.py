@@ -15,7 +15,8 @@ import ctl_core
 from tests.golden import small
 from tests.golden.catalogue import Program
 
-FEATURES, TEMPERATURE = 6, 0.5
+FEATURES = 6
+TEMPERATURE = 0.5
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(40, FEATURES))
 VIEWS = tuple(

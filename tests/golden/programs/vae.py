@@ -17,7 +17,8 @@ from ctl_core import data
 from tests.golden import small
 from tests.golden.catalogue import Program
 
-PIXELS, LATENT = 12, 2
+PIXELS = 12
+LATENT = 2
 IMAGES = np.random.default_rng(0).uniform(size=(44, PIXELS)).astype("float32").round()
 
 
@@ -44,7 +45,8 @@ class Sampling(keras.layers.Layer):
 
     def __init__(self, own_noise: bool, adds_loss: bool) -> None:
         super().__init__()
-        self.own_noise, self.adds_loss = own_noise, adds_loss
+        self.own_noise = own_noise
+        self.adds_loss = adds_loss
         self.seed_generator = keras.random.SeedGenerator(1337)
 
     def call(self, inputs: Any) -> Any:

@@ -15,7 +15,9 @@ from tests.golden import small
 from tests.golden.catalogue import Program, whole_batches
 from tests.golden.reference import RATE
 
-FEATURES, LATENT, PENALTY = 5, 3, 10.0
+FEATURES = 5
+LATENT = 3
+PENALTY = 10.0
 RANDOM = np.random.default_rng(0)
 DATA = {
     "real": RANDOM.normal(1.0, size=(40, FEATURES)).astype("float32"),
@@ -105,8 +107,11 @@ hooks = functools.partial(
 @functools.cache
 def train_plainly() -> tuple[keras.Model, list[float]]:
     """Returns the model, and the mean penalties of the steps."""
-    model, optimizers, penalties = create_model(), create_opt(RATE), []
-    critic, generator = model.critic, model.generator
+    model = create_model()
+    optimizers = create_opt(RATE)
+    penalties = []
+    critic = model.critic
+    generator = model.generator
     for batch in whole_batches(create_dataset):
         values = []
         for turn in range(3):
