@@ -80,7 +80,7 @@ def folder(trained: tuple[Path, list[np.ndarray]], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("parts", "damage"),
+    ("files", "damage"),
     [
         ("ckpt-10.index", Path.unlink),
         ("ckpt-10.*", take_from_step_5),

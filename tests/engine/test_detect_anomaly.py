@@ -54,7 +54,7 @@ every_steps = {3: spoil}
 )
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", small.slow_but("a layer", "update_pre", of=PROGRAMS))
 def test_anomaly_is_traced_to_step_op_hook_and_line(cli: Cli, name: str) -> None:
     code, words = PROGRAMS[name]
     source = f"{DATA}{code}\n"
@@ -78,7 +78,10 @@ BATCH = 16
 
 @pytest.mark.parametrize(
     ("ends", "settings"),
-    [((5, 9), {"virtual_devices": 2, "accumulate_steps": 2}), ((9,), {"jit_compile": True})],
+    [
+        ((5, 9), {"virtual_devices": 2, "accumulate_steps": 2}),
+        pytest.param((9,), {"jit_compile": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_first_step_with_a_loss_that_is_not_finite_is_named(
     train: Train, capsys: pytest.CaptureFixture[str], ends: tuple[int, ...], settings: Any

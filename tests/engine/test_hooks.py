@@ -287,7 +287,10 @@ def hooks_of(block: str, folder: Path) -> dict[str, Any]:
     return {name: shown[name] for name in SPECS if name in shown}
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if "turns" not in block])
+SHOWN = [block for block in BLOCKS if "turns" not in block]
+
+
+@pytest.mark.parametrize("block", small.slow_but(*SHOWN[::3], of=SHOWN))
 def test_hooks_shown_in_documents_train(train: Train, tmp_path: Path, block: str) -> None:
     hooks = hooks_of(block.replace("00:", ":"), tmp_path)  # 500: of so few steps
     assert hooks
@@ -361,7 +364,7 @@ def test_loop_shown_in_documents_has_the_weights_of_its_hooks(
     assert float(state.lr) == float(loop["optimizer"].learning_rate) == 0.25
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", small.slow_but(3, of=[1, 3]))
 def test_two_towers_shown_in_documents_have_the_weights_of_a_loop(
     train: Train, devices: int
 ) -> None:

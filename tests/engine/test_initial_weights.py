@@ -185,7 +185,7 @@ class HeadForEvaluation(keras.Model):
         return output if training else self.scale(output)
 
 
-@pytest.mark.parametrize("kind", ["run", "weights.h5"])
+@pytest.mark.parametrize("kind", small.slow_but("run", of=["run", "weights.h5"]))
 def test_a_layer_that_only_evaluations_call(train: engine.Train, tmp_path: Path, kind: str) -> None:
     def change_scale(train_model: HeadForEvaluation) -> None:
         train_model.scale.kernel.assign([[3.0]])
@@ -276,9 +276,14 @@ def find_line(lines: str, setting: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["run", *small.slow_but(of=["step", "keras", "weights.h5", "saved_model"])]
+    ("kind", "devices"),
+    [
+        ("run", 2),
+        *small.slow_but(
+            of=[("run", 1), ("step", 2), ("keras", 2), ("weights.h5", 2), ("saved_model", 2)]
+        ),
+    ],
 )
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_run_with_another_head_begins_with_the_other_layers(
     train: engine.Train,
     tmp_path: Path,
@@ -383,7 +388,7 @@ def test_a_layer_that_only_evaluations_call_is_skipped(train: engine.Train) -> N
     compare.assert_same(state.train_model.body.weights, source.train_model.body.weights)
 
 
-@pytest.mark.parametrize("kind", ["run", "weights.h5"])
+@pytest.mark.parametrize("kind", small.slow_but("weights.h5", of=["run", "weights.h5"]))
 def test_adapters_and_the_weights_of_the_base(
     train: engine.Train, tmp_path: Path, kind: str
 ) -> None:

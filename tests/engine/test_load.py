@@ -64,6 +64,7 @@ def loss_pre(output):
 """
 
 
+@pytest.mark.slow
 def test_nested_inputs_have_names_in_files_and_signatures(cli: Cli) -> None:
     assert cli(NESTED, command=FLAGS).code == 0
     assert cli(None, command=("export",)).err == ""
@@ -105,6 +106,7 @@ def test_inputs_and_models_that_do_not_fit_are_refused(train: Train) -> None:
         ctl_core.load(state.run_dir, callbacks=hooks)
 
 
+@pytest.mark.slow
 def test_serving_hooks_shown_in_documents_work(cli: Cli) -> None:
     """The hooks of docs/recipes.md, for images of 8 by 8 that clients send as files."""
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()

@@ -70,7 +70,7 @@ PIPELINES: dict[str, Callable[[Path], tf.data.Dataset]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [name if index % 8 == 0 else pytest.param(name, marks=pytest.mark.slow)
+    [name if index == 0 else pytest.param(name, marks=pytest.mark.slow)
      for index, name in enumerate(PIPELINES)],
 )  # fmt: skip
 def test_data_are_read_in_the_order_of_a_plain_loop(
@@ -130,6 +130,7 @@ def test_every_evaluation_reads_the_same(train: Train) -> None:
 # ---- Other ways to read ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_overfitting_more_batches_than_there_are_goes_on_into_the_next_pass(train: Train) -> None:
     settings = {"batch_size": small.BATCH, "learning_rate": small.RATE, "virtual_devices": 2}
     state = train(small.hooks(), steps=20, overfit_batches=7, accumulate_steps=2, **settings)

@@ -183,7 +183,7 @@ def by_keras(kind: str, warmup: int) -> list[float]:
     return rising + [float(after(step)) for step in range(rest)]
 
 
-@pytest.mark.parametrize("kind", ["cosine", "exponential", "step"])
+@pytest.mark.parametrize("kind", small.slow_but("cosine", of=["cosine", "exponential", "step"]))
 def test_learning_rates_are_those_of_keras(train: Train, kind: str) -> None:
     seen: list[float] = []
     hooks = small.hooks(every_steps={1: lambda lr: seen.append(float(lr))})
@@ -211,6 +211,7 @@ def test_a_hook_that_assigns_lr_ends_the_schedule(
     assert seen[6:] == [0.05] * 6
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_trained_on_says_how_its_rate_jumps(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:

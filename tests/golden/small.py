@@ -19,7 +19,14 @@ BATCH = 16
 
 def slow_but(*quick: Any, of: Iterable[Any]) -> list[Any]:
     """Returns names as parameters, of which all are slow but some: these tell the kind."""
-    return [each if each in quick else pytest.param(each, marks=pytest.mark.slow) for each in of]
+    parameters: list[Any] = []
+    for each in of:
+        if each in quick:
+            parameters.append(each)
+        else:
+            values = each if isinstance(each, tuple) else (each,)
+            parameters.append(pytest.param(*values, marks=pytest.mark.slow))
+    return parameters
 
 
 def data(examples: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:

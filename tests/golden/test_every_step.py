@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", small.slow_but("dropped", "kept", of=SETTINGS))
+@pytest.mark.parametrize("name", small.slow_but("kept", of=SETTINGS))
 def test_resumed_after_every_step_of_two_passes(train_small: engine.Train, name: str) -> None:
     """Each fork begins with the checkpoint of another step, and trains to the same end.
 

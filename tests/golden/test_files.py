@@ -1,6 +1,7 @@
 """The files of a run: their names, what is in them, and that other programs can read them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,23 @@ FLAGS = (
 )
 
 
+@pytest.fixture(scope="module")
+def trained_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project as the first test trained it; there is none before."""
+    return tmp_path_factory.mktemp("trained") / "project"
+
+
 @pytest.fixture
-def run(tmp_path: Path, command: Command) -> Path:
-    (tmp_path / "callbacks.py").write_text(SOURCE)
-    (tmp_path / "config.yaml").write_text("hparams: {width: 4, rate: 0.5}\n")
-    outcome = command("train", *FLAGS)
-    assert (outcome.code, outcome.err) == (0, ""), outcome
+def run(tmp_path: Path, command: Command, trained_project: Path) -> Path:
+    """A run in the folder of the test, which may change it."""
+    if trained_project.exists():
+        shutil.copytree(trained_project, tmp_path, dirs_exist_ok=True)
+    else:
+        (tmp_path / "callbacks.py").write_text(SOURCE)
+        (tmp_path / "config.yaml").write_text("hparams: {width: 4, rate: 0.5}\n")
+        outcome = command("train", *FLAGS)
+        assert (outcome.code, outcome.err) == (0, ""), outcome
+        shutil.copytree(tmp_path, trained_project)
     return tmp_path / "runs" / "a"
 
 

@@ -99,7 +99,11 @@ def test_arguments_may_be_named_in_any_order(train_small: engine.Train) -> None:
     assert all(lr == pytest.approx(small.RATE) and loss > 0 for _, lr, loss in seen)
 
 
-@pytest.mark.parametrize("how", [{}, {"virtual_devices": 3}, {"jit_compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{"virtual_devices": 3}, *small.slow_but(of=[{}, {"jit_compile": True}])],
+    ids=str,
+)
 def test_variables_are_those_of_the_gradients(train_small: engine.Train, how: Any) -> None:
     """Also where a layer is frozen on the way: each has moved by its gradient, and no other has."""
     before: dict[str, np.ndarray] = {}
@@ -258,6 +262,7 @@ def test_a_loss_that_is_a_function_may_stand_in_a_checkpoint(train_small: engine
     assert state.step == 6
 
 
+@pytest.mark.slow
 def test_fork_and_init_from(train_small: engine.Train) -> None:
     """A fork goes on with data and moments, ``init_from`` begins with the weights alone."""
     hooks = small.hooks(create_opt=momentum)

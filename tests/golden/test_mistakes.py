@@ -439,7 +439,11 @@ def create_dataset():  # here
 )
 
 
-@pytest.mark.parametrize("case", RUNNING)
+# One in the process, one in the graph, one in the data.
+QUICK = ("a hook of the host", "an op of a hook of the graph", "a reader")
+
+
+@pytest.mark.parametrize("case", small.slow_but(*QUICK, of=RUNNING))
 def test_an_exception_while_training(tmp_path: Path, command: Command, case: str) -> None:
     """Code 1; the traceback is in the log; the run goes on once the mistake is mended."""
     code, words = RUNNING[case]

@@ -69,6 +69,7 @@ def create_dataset():
 """
 
 
+@pytest.mark.slow
 def test_a_copied_project_reads_its_own_files(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_copied_project_reads_its_own_files(
     compare.assert_same_checkpoint(copy / "runs/a", copy / "runs/whole", 9)
 
 
+@pytest.mark.slow
 def test_without_a_name_a_run_is_named_by_the_time(project: Path, command: Command) -> None:
     for _ in range(2):
         assert command("train", "--steps=1", "--batch-size=16").code == 0
@@ -200,6 +202,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_full_disk_costs_no_earlier_checkpoint(small_disk: Path, train: engine.Train) -> None:
     """One line; the checkpoints before it are there, and the run goes on from them."""
 
@@ -219,6 +222,7 @@ def test_full_disk_costs_no_earlier_checkpoint(small_disk: Path, train: engine.T
     compare.assert_close(state.train_model.weights, small.plain(9).weights)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_falls_back_to_the_one_before(train: engine.Train, capsys: Any) -> None:
     """The one before it is taken, with a warning, and the run is the whole one."""
     settings = {"batch_size": 16, "learning_rate": 0.05, "ckpt_every": 3}
