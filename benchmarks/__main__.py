@@ -32,7 +32,8 @@ SECTIONS: list[tuple[int, list[str]]] = [
     (1, ["memory"]),
 ]
 MIXED = ["mlp/50/mixed_float16", "cnn/50/mixed_float16", "transformer/50/mixed_float16"]
-OWN_PROCESS, CLUSTER = "start", "processes"
+OWN_PROCESS = "start"
+CLUSTER = "processes"
 NAMES = sorted({section.split("/")[0] for _, names in SECTIONS for section in names})
 
 
@@ -46,9 +47,11 @@ def main(argv: list[str] | None = None) -> int:
     memory = None
     failed = False
     device = arguments.device
-    of_device, heading = SECTIONS, "## The report"
+    of_device = SECTIONS
+    heading = "## The report"
     if device == "gpu":  # the first one
-        of_device, heading = [*(one for one in SECTIONS if one[0] == 1), (1, MIXED)], "## On a GPU"
+        of_device = [*(each for each in SECTIONS if each[0] == 1), (1, MIXED)]
+        heading = "## On a GPU"
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -21,7 +21,8 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 ROOT = Path(__file__).resolve().parents[1]
-WARM, MOST = 1, 1.03
+WARM = 1
+MOST = 1.03
 # Name, devices, workload, the loss is read every so many steps, settings.
 ROWS: list[tuple[str, int, str, int, dict[str, Any]]] = [
     *((f"{work}, loss every {every}", 1, work, every, {}) for work, every in
@@ -90,7 +91,7 @@ def compare(this: Path, other: Path, row: int, rounds: int) -> list[float]:
     engines = [Engine(folder, row) for folder in (this, other)]
     try:
         pairs = zip(engines[0].weights, engines[1].weights, strict=True)
-        if not all(abs(one - two) <= 1e-4 * abs(two) for one, two in pairs):
+        if not all(abs(loss - expected) <= 1e-4 * abs(expected) for loss, expected in pairs):
             raise SystemExit(f"error: {ROWS[row][0]}: the engines train other weights.")
         ratios = []
         for number in range(WARM + rounds):

@@ -26,7 +26,7 @@ def measure(rounds: int) -> list[Timing]:
     root = Path(__file__).resolve().parents[1]
     train = [sys.executable, "-m", "ctl_core", "train", "--steps", "1", "--batch-size", "32"]
     commands = {"engine": train, FIT: [sys.executable, "-m", "benchmarks.first_step"]}
-    found: dict[str, list[float]] = {name: [] for name in commands}
+    times: dict[str, list[float]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "callbacks.py").write_text(_CALLBACKS, encoding="utf-8")
         file = Path(folder, "done")
@@ -38,8 +38,8 @@ def measure(rounds: int) -> list[Timing]:
                 begun = time.time()
                 subprocess.run(command, stdout=subprocess.DEVNULL, **how)
                 if number > 0:
-                    found[name].append(float(file.read_text(encoding="utf-8")) - begun)
-    return [Timing(*START, name, seconds) for name, seconds in found.items()]
+                    times[name].append(float(file.read_text(encoding="utf-8")) - begun)
+    return [Timing(*START, name, seconds) for name, seconds in times.items()]
 
 
 def note_first_step() -> None:

@@ -30,7 +30,8 @@ class Pace:
         self.segment = segment
         self.weights: Callable[[], list[Any]] | None = None
         self._loop = loop
-        self._go, self._there = threading.Semaphore(0), threading.Semaphore(0)
+        self._go = threading.Semaphore(0)
+        self._there = threading.Semaphore(0)
         self._start = self._seconds = 0.0
         self._over = False
         self._failure: BaseException | None = None

@@ -125,12 +125,13 @@ def clipped(work: Workload, gradients: Any) -> Any:
 def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
     """A custom loop as TensorFlow's guides have it: one call of a ``tf.function`` for a step."""
     with strategy.scope():
-        model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
+        model = work.create_model()
+        optimizer = work.create_opt(LEARNING_RATE)
         optimizer.build(model.trainable_variables)
     pace.weights = model.get_weights
     data = work.endless()
-    several = strategy.num_replicas_in_sync > 1
-    if several:
+    is_distributed = strategy.num_replicas_in_sync > 1
+    if is_distributed:
         data = strategy.experimental_distribute_dataset(data)
 
     def on_replica(inputs: Any, labels: Any) -> Any:
@@ -142,7 +143,7 @@ def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace:
 
     @tf.function
     def train_step(inputs: Any, labels: Any) -> Any:
-        if not several:
+        if not is_distributed:
             return on_replica(inputs, labels)
         loss = strategy.run(on_replica, (inputs, labels))
         return strategy.reduce(tf.distribute.ReduceOp.SUM, loss, axis=None)
@@ -157,11 +158,12 @@ def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace:
 
 def floor(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
     """The step's operations in a bare loop in the graph, with all batches in memory already."""
-    model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
+    model = work.create_model()
+    optimizer = work.create_opt(LEARNING_RATE)
     optimizer.build(model.trainable_variables)
     pace.weights = model.get_weights
     batches = list(work.dataset(work.batch_size))
-    all_inputs, all_labels = (tf.stack(parts) for parts in zip(*batches, strict=True))
+    all_inputs, all_labels = (tf.stack(tensors) for tensors in zip(*batches, strict=True))
 
     def take(step: Any) -> None:
         index = step % len(batches)

@@ -19,7 +19,9 @@ from typing import Any
 
 from benchmarks.report import CLUSTER, IN_GRAPH, TEXTBOOK, Timing
 
-PROCESSES, SEGMENT, WARM = 2, 100, 2
+PROCESSES = 2
+SEGMENT = 100
+WARM = 2
 
 
 def measure(rounds: int) -> list[Timing]:
@@ -81,7 +83,8 @@ def _parts(strategy: Any) -> tuple[Any, Any]:
 
     work = mlp().on(PROCESSES)
     with strategy.scope():
-        model, optimizer = work.create_model(), work.create_opt(LEARNING_RATE)
+        model = work.create_model()
+        optimizer = work.create_opt(LEARNING_RATE)
         optimizer.build(model.trainable_variables)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
@@ -106,7 +109,7 @@ def _guides(in_graph: bool, rounds: int) -> list[float]:
     import tensorflow as tf
 
     step, iterator = _parts(tf.distribute.MultiWorkerMirroredStrategy())
-    one = tf.function(lambda: step(iterator))
+    take_step = tf.function(lambda: step(iterator))
 
     @tf.function
     def several(steps: Any) -> Any:
@@ -119,7 +122,7 @@ def _guides(in_graph: bool, rounds: int) -> list[float]:
         if in_graph:
             float(several(tf.constant(steps)))
         else:
-            float([one() for _ in range(steps)][-1])
+            float([take_step() for _ in range(steps)][-1])
 
     return _segments(run, rounds)
 
@@ -132,7 +135,9 @@ LOOPS: dict[str, Callable[[int], list[float]]] = {
 
 
 if __name__ == "__main__":
-    chosen, number, target = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    chosen = sys.argv[1]
+    number = int(sys.argv[2])
+    target = Path(sys.argv[3])
     os.environ["BENCHMARK_RUNS"] = str(target.parent / "runs")
     measured = LOOPS[chosen](number)
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:

@@ -17,11 +17,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-FIT, MANY, TEXTBOOK = "Keras fit", "Keras fit, many steps", "textbook loop"
-COMPILED, SAVING = "engine, compiled", "engine, saving"
-FLOOR, INPUT = "floor", "input alone"
+FIT = "Keras fit"
+MANY = "Keras fit, many steps"
+TEXTBOOK = "textbook loop"
+COMPILED = "engine, compiled"
+SAVING = "engine, saving"
+FLOOR = "floor"
+INPUT = "input alone"
 IN_GRAPH = "textbook loop in the graph"
-EVALUATE, EVALUATE_MANY = "Keras evaluate", "Keras evaluate, many steps"
+EVALUATE = "Keras evaluate"
+EVALUATE_MANY = "Keras evaluate, many steps"
 OURS = ("engine", COMPILED, SAVING)
 PARTS = (FLOOR, INPUT)  # not a whole training each
 BEST = "best peer"
@@ -149,14 +154,16 @@ class Results:
 
     def seconds(self, key: Key, *peers: str) -> list[float]:
         """Returns the times of peers by round, added up; none if one was not measured."""
-        found = {timing.peer: timing.seconds for timing in self.timings if timing.key == key}
-        rounds = zip(*(found.get(peer, []) for peer in peers), strict=False)
+        seconds_by_peer = {
+            timing.peer: timing.seconds for timing in self.timings if timing.key == key
+        }
+        rounds = zip(*(seconds_by_peer.get(peer, []) for peer in peers), strict=False)
         return [sum(of_round) for of_round in rounds]
 
     def ratios(self, key: Key, above: Iterable[str], below: Iterable[str]) -> list[float]:
         """Returns by round how much longer some took than others."""
         pairs = zip(self.seconds(key, *above), self.seconds(key, *below), strict=False)
-        return [one / other for one, other in pairs]
+        return [numerator / other for numerator, other in pairs]
 
     def goals(self) -> Iterator[Reached]:
         """Returns the goals for which everything was measured."""
@@ -164,7 +171,8 @@ class Results:
             text = str(goal)
             if goal.above == (BEST,):
                 best = self._find_best(goal.key)
-                goal, text = goal._replace(above=(best,)), text.replace(BEST, f"{BEST} ({best})")
+                goal = goal._replace(above=(best,))
+                text = text.replace(BEST, f"{BEST} ({best})")
             if ratios := self.ratios(goal.key, goal.above, goal.below):
                 yield Reached(text, ratios, goal.needed, goal.at_most)
         if self.memory is not None:
@@ -183,16 +191,16 @@ class Results:
 
 def put_into(file: Path, heading: str, results: Results, notes: Iterable[str]) -> None:
     """Puts the report into a Markdown file, in place of the first block of text below a heading."""
-    with io.StringIO() as said:
-        print_report(results, Console(file=said, width=160), notes, all_goals=False)
-        lines = [line.rstrip() for line in said.getvalue().splitlines()]
-    before, found, below = file.read_text(encoding="utf-8").partition(f"\n{heading}\n")
+    with io.StringIO() as section:
+        print_report(results, Console(file=section, width=160), notes, all_goals=False)
+        lines = [line.rstrip() for line in section.getvalue().splitlines()]
+    before, present, below = file.read_text(encoding="utf-8").partition(f"\n{heading}\n")
     between, fence, after = below.partition("```text\n")
     if not fence:
         raise SystemExit(f"error: {file}: expected {heading}, and below it a block of ```text")
     report = "\n".join(line for line in lines if line)
     after = after.partition("```\n")[2]
-    file.write_text(f"{before}{found}{between}{fence}{report}\n```\n{after}", encoding="utf-8")
+    file.write_text(f"{before}{present}{between}{fence}{report}\n```\n{after}", encoding="utf-8")
 
 
 def print_report(
@@ -234,7 +242,9 @@ def print_report(
 
 def _cell(results: Results, key: Key, peers: Iterable[str]) -> str:
     """The median; a start's in seconds."""
-    medians = [statistics.median(found) for one in peers if (found := results.seconds(key, one))]
+    medians = [
+        statistics.median(seconds) for peer in peers if (seconds := results.seconds(key, peer))
+    ]
     return "".join(f"{m:.2f}" if m > 0.1 else f"{m * 1e6:.0f}" for m in medians)
 
 

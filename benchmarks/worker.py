@@ -176,7 +176,8 @@ def checkpoints(rounds: int, work: Workload) -> Iterator[Timing]:
     """Times the engine on a workload, without checkpoints and with one every 100 steps."""
     # Ten checkpoints in a segment: what is still written when the training stands still is not
     # timed, so that of one checkpoint alone a part would be missing.
-    work, strategy = dataclasses.replace(work, segment=1000), _strategy(1)
+    work = dataclasses.replace(work, segment=1000)
+    strategy = _strategy(1)
     saving = functools.partial(engine, ckpt_every=100)
     loops: dict[str, Callable[..., None]] = {"engine": engine, SAVING: saving}
     paces = {
@@ -190,7 +191,9 @@ def checkpoints(rounds: int, work: Workload) -> Iterator[Timing]:
 
 def memory(warm: int = 2000, steps_between: int = 20_000) -> Memory:
     """Measures this process's memory while the engine trains the MLP and saves every 100 steps."""
-    work, used, last = WORKLOADS["mlp"](), list[float](), warm + steps_between
+    work = WORKLOADS["mlp"]()
+    used = list[float]()
+    last = warm + steps_between
 
     def note() -> None:
         gc.collect()

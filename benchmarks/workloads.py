@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 LEARNING_RATE = 1e-3
-SEQUENCE, WORDS = 20, 5000
+SEQUENCE = 20
+WORDS = 5000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,11 +170,12 @@ def lstm() -> Workload:
 
 def transformer() -> Workload:
     """Two blocks of width 64 on sequences of 32, as in a first tutorial on attention."""
-    layer, width = keras.layers, 64
+    layer = keras.layers
+    width = 64
 
     def block(inputs: Any) -> Any:
-        said = layer.MultiHeadAttention(4, width // 4, use_bias=False)(inputs, inputs)
-        inputs = layer.LayerNormalization()(inputs + said)
+        attended = layer.MultiHeadAttention(4, width // 4, use_bias=False)(inputs, inputs)
+        inputs = layer.LayerNormalization()(inputs + attended)
         hidden = layer.Dense(width)(layer.Dense(2 * width, activation="relu")(inputs))
         return layer.LayerNormalization()(inputs + hidden)
 

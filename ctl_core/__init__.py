@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ctl_core.run.settings import Config
     from ctl_core.serving import LoadedModel, load
 
-__version__ = "1.0.0"
+__version__ = "2.0.0"
 
 # The module of each public name.
 _HOME = {

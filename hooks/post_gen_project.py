@@ -80,33 +80,43 @@ def restore_engine() -> None:
 
 
 def remove_unneeded() -> None:
-    """Removes the files that the choices do not need, and compiled files of the template's."""
+    """Removes the files that the choices do not need, and compiled files of the template.
+
+    Only files of the template are removed: generating over an existing project (cookiecutter -f)
+    must not cost it its data.
+    """
     for folder in ("ctl_core", "tests"):
         for cache in list((PROJECT / folder).rglob("__pycache__")):
             shutil.rmtree(cache)
+    for path in list_unneeded():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for folder in ("data", "pictures", "launch"):
+        path = PROJECT / folder
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+
+
+def list_unneeded() -> list[Path]:
+    """Returns the files and folders of the template that the choices do not need."""
+    unneeded = []
     if CONTEXT["launch"] != "all":
-        for name in {name for names in LAUNCH.values() for name in names}:
-            if name not in LAUNCH[CONTEXT["launch"]]:
-                (PROJECT / "launch" / name).unlink(missing_ok=True)
+        of_any_launcher = {name for names in LAUNCH.values() for name in names}
+        of_the_choice = LAUNCH[CONTEXT["launch"]]
+        unneeded += [f"launch/{name}" for name in of_any_launcher.difference(of_the_choice)]
     for answer, name in (
         ("license", "LICENSE"),
         ("sweep", "sweep.py"),
         ("tracker", "tracker.py"),
     ):
         if CONTEXT[answer] == "none":
-            (PROJECT / name).unlink(missing_ok=True)
-    # Only what the template brought: generating over an existing project (cookiecutter -f) must
-    # not cost it its data.
-    data, pictures = PROJECT / "data", PROJECT / "pictures"
+            unneeded.append(name)
     if "digits.npz" not in (PROJECT / "callbacks.py").read_text(encoding="utf-8"):
-        for name in ("digits.npz", "README.md"):
-            (data / name).unlink(missing_ok=True)
-    for name in EXAMPLES:
-        if name != CONTEXT["example"]:
-            shutil.rmtree(pictures / name, ignore_errors=True)
-    for left in (data, pictures, PROJECT / "launch"):
-        if left.is_dir() and not any(left.iterdir()):
-            left.rmdir()
+        unneeded += ["data/digits.npz", "data/README.md"]
+    unneeded += [f"pictures/{name}" for name in EXAMPLES if name != CONTEXT["example"]]
+    return [PROJECT / name for name in unneeded]
 
 
 def in_scratch_folder() -> bool:
@@ -156,8 +166,8 @@ def make_repository() -> str:
         ):
             done = git(*arguments)
             if done.returncode:
-                said = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-                return f"git: no first commit made ({said[-1].strip()}); make it yourself."
+                lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
+                return f"git: no first commit made ({lines[-1].strip()}); make it yourself."
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"git: no first commit made ({error}); make it yourself."
     if CONTEXT["under_cruft"]:

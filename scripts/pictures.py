@@ -21,11 +21,13 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PICTURES = DOCS / "pictures"
-KILLED, RUN = 350, "killed"
+KILLED = 350
+RUN = "killed"
 FIRST = f"./train.sh --run-name {RUN}"
 AGAIN = f"{FIRST} --virtual-devices 4"
 LETTERS = 66  # of a line of the terminal
-WIDTH, HEIGHT = 980, 340
+WIDTH = 980
+HEIGHT = 340
 LEFT, RIGHT, TOP, BOTTOM = 570, 955, 45, 290  # the curve's axes
 LOSSES = (1.0, 0.1, 0.01)
 
@@ -58,7 +60,7 @@ def read_losses(run: Path, split: str) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if line["split"] == split]
 
 
-def draw(terminal: list[str], whole: Path, parts: Path) -> str:
+def draw(terminal: list[str], whole: Path, killed: Path) -> str:
     """Returns the picture, SVG."""
     steps = max(step for step, _ in read_losses(whole, "train"))
 
@@ -73,32 +75,34 @@ def draw(terminal: list[str], whole: Path, parts: Path) -> str:
         places = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)
         return f'<polyline points="{places}" fill="none" {style}/>'
 
-    found = [
+    shapes = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>',
         f'<rect x="10" y="10" width="510" height="{HEIGHT - 20}" rx="8" fill="#161b22"/>',
         '<g font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve">',
     ]
-    lines = [part for line in terminal for part in textwrap.wrap(line, LETTERS)]
+    lines = [piece for line in terminal for piece in textwrap.wrap(line, LETTERS)]
     for number, line in enumerate(lines):
         bright = line[0] == "$" or line == "Killed"
-        found.append(write(25, 36 + 19 * number, line, "#7ee787" if bright else "#e6edf3"))
-    found.append('</g><g font-family="system-ui, sans-serif">')
+        shapes.append(write(25, 36 + 19 * number, line, "#7ee787" if bright else "#e6edf3"))
+    shapes.append('</g><g font-family="system-ui, sans-serif">')
     for loss in LOSSES:
         y = place(0, loss)[1]
-        found.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="#d0d7de"/>')
-        found.append(write(LEFT - 6, y + 4, f"{loss:g}", more=' text-anchor="end"'))
+        shapes.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="#d0d7de"/>')
+        shapes.append(write(LEFT - 6, y + 4, f"{loss:g}", more=' text-anchor="end"'))
     for step in range(0, steps + 1, 100):
-        found.append(write(place(step, 1)[0], BOTTOM + 18, f"{step}", more=' text-anchor="middle"'))
-    found += [
+        shapes.append(
+            write(place(step, 1)[0], BOTTOM + 18, f"{step}", more=' text-anchor="middle"')
+        )
+    shapes += [
         write(RIGHT, BOTTOM + 36, "step", more=' text-anchor="end"'),
         draw_line(read_losses(whole, "train"), 'stroke="#afb8c1" stroke-width="7"'),
-        draw_line(read_losses(parts, "train"), 'stroke="#0969da" stroke-width="1.5"'),
-        draw_line(read_losses(parts, "eval"), 'stroke="#cf222e" stroke-width="1.5"'),
+        draw_line(read_losses(killed, "train"), 'stroke="#0969da" stroke-width="1.5"'),
+        draw_line(read_losses(killed, "eval"), 'stroke="#cf222e" stroke-width="1.5"'),
     ]
     x = place(KILLED, 1)[0]
-    found.append(f'<path d="M{x:.0f} {TOP + 26}V{BOTTOM}" stroke="#57606a" stroke-dasharray="4"/>')
-    found.append(write(x + 6, TOP + 36, "killed; then 4 devices"))
+    shapes.append(f'<path d="M{x:.0f} {TOP + 26}V{BOTTOM}" stroke="#57606a" stroke-dasharray="4"/>')
+    shapes.append(write(x + 6, TOP + 36, "killed; then 4 devices"))
     for row, (colour, text) in enumerate(
         [
             ("#8c959f", "loss of a run in one go, on one device"),
@@ -106,8 +110,8 @@ def draw(terminal: list[str], whole: Path, parts: Path) -> str:
             ("#cf222e", "its evaluations"),
         ]
     ):
-        found.append(write(LEFT + 105, TOP - 18 + 16 * row, f"— {text}", colour))
-    return "\n".join([*found, "</g></svg>", ""])
+        shapes.append(write(LEFT + 105, TOP - 18 + 16 * row, f"— {text}", colour))
+    return "\n".join([*shapes, "</g></svg>", ""])
 
 
 def draw_shapes() -> None:

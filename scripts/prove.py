@@ -41,7 +41,8 @@ LIMIT = 1e-5  # of the engine's differences; on one device there is to be none
 PAUSE = 0.06  # seconds a step of a run that is killed
 PATIENCE = 240  # seconds for a first step, and for an end
 WHO = ENGINE, FIT, LOOP = "ctl_core", "Keras `fit`", "textbook loop"
-ONE, KILLED = "one device", "killed, on one device"
+ONE = "one device"
+KILLED = "killed, on one device"
 SETTINGS: dict[str, Any] = {
     "steps": program.STEPS,
     "batch_size": program.BATCH,
@@ -94,11 +95,13 @@ class Trained(NamedTuple):
 
 def list_runs() -> Iterator[Run]:
     """Yields what is trained by processes of their own."""
-    choice, ways = random.Random(program.SEED), [(1, 1)]
+    choice = random.Random(program.SEED)
+    ways = [(1, 1)]
     for _ in range(10):
         others = {(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3)} - {ways[-1]}
         ways.append(choice.choice(sorted(others)))
-    four, various = [(1, 1)] * 4, [(1, 1), (2, 1), (4, 1), (1, 1)]
+    four = [(1, 1)] * 4
+    various = [(1, 1), (2, 1), (4, 1), (1, 1)]
     other = "killed, each time on other devices"
     for number in (2, 3):
         yield Run(ENGINE, f"{number} processes", [(1, number)])
@@ -136,9 +139,12 @@ def train_all(folder: Path) -> Iterator[Trained]:
 
 def train(folder: Path, run: Run) -> Trained:
     """Trains by processes of their own, which are killed at random moments after a first step."""
-    moments, hits, kills = random.Random(program.SEED), 0, len(run.ways) - 1
+    moments = random.Random(program.SEED)
+    hits = 0
+    kills = len(run.ways) - 1
     for number, way in enumerate(run.ways):
-        start, is_killed = folder / str(number), number < kills
+        start = folder / str(number)
+        is_killed = number < kills
         started = start_processes(run, way, start, PAUSE * bool(kills))
         if is_killed:
             wait_for(start.with_suffix(".ids"), started)
@@ -160,7 +166,8 @@ def start_processes(
     devices, processes = way
     environ = {**os.environ, "PROOF": str(start), "PAUSE": str(pause)}
     environ |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    hosts, started = [f"127.0.0.1:{port}" for port in find_free_ports(processes)], []
+    hosts = [f"127.0.0.1:{port}" for port in find_free_ports(processes)]
+    started = []
     for index in range(processes):
         if processes > 1:
             place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
@@ -217,13 +224,13 @@ def read(folder: Path, who: str, what: str) -> Trained:
 
 def measure(weights: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> float:
     pairs = zip(weights, expected, strict=True)
-    return max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs)
+    return max(float(np.abs(values - other).max() / np.abs(other).max()) for values, other in pairs)
 
 
-def format_cell(one: Trained, difference: float) -> str:
+def format_cell(trained: Trained, difference: float) -> str:
     """Returns kills, difference, and how many examples were used twice and never, if any."""
-    kills = f"{one.kills}×: " if one.kills else ""
-    used = f", {one.twice}/{one.never}" if one.twice or one.never else ""
+    kills = f"{trained.kills}×: " if trained.kills else ""
+    used = f", {trained.twice}/{trained.never}" if trained.twice or trained.never else ""
     return f"{kills}{f'{difference:.0e}' if difference else '0'}{used}"
 
 
@@ -231,24 +238,32 @@ def main() -> int:
     """Trains, prints the table, and puts it into a document; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m scripts.prove", description=__doc__)
     parser.add_argument("--into", type=Path, metavar="FILE.md", help="put the table into it")
-    into, begun, broken = parser.parse_args().into, time.monotonic(), False
+    into = parser.parse_args().into
+    begun = time.monotonic()
+    broken = False
     tf.get_logger().setLevel("ERROR")  # many runs look to it like one that is traced anew
     undisturbed: dict[str, Trained] = {}
     cells: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for one in train_all(Path(folder)):
-            first = undisturbed.setdefault(one.who, one)
-            expected = undisturbed[ENGINE] if one is first else first
-            difference = np.inf if one.message else measure(one.weights, expected.weights)
-            limit = 0 if one.what in (ONE, KILLED) else LIMIT
-            broken |= one.who == ENGINE and bool(difference > limit or one.twice or one.never)
-            cell = f"*fails*: {one.message}" if one.message else format_cell(one, difference)
-            cells.setdefault(one.what, {})[one.who] = cell
-            print(f"{one.who}, {one.what}: {cell}", flush=True)
+        for trained in train_all(Path(folder)):
+            first = undisturbed.setdefault(trained.who, trained)
+            expected = undisturbed[ENGINE] if trained is first else first
+            difference = np.inf if trained.message else measure(trained.weights, expected.weights)
+            limit = 0 if trained.what in (ONE, KILLED) else LIMIT
+            broken |= trained.who == ENGINE and bool(
+                difference > limit or trained.twice or trained.never
+            )
+            cell = (
+                f"*fails*: {trained.message}"
+                if trained.message
+                else format_cell(trained, difference)
+            )
+            cells.setdefault(trained.what, {})[trained.who] = cell
+            print(f"{trained.who}, {trained.what}: {cell}", flush=True)
     lines = [["what was done", *WHO], ["---"] * 4]
     lines += [[what, *(of.get(who, "") for who in WHO)] for what, of in cells.items()]
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    seconds = sum(one.ru_utime + one.ru_stime for one in usage)
+    seconds = sum(trained.ru_utime + trained.ru_stime for trained in usage)
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines) + (
         f"\nTensorFlow {tf.__version__}, Keras {keras.__version__}; {seconds:.0f} s of a core, in "
         f"{time.monotonic() - begun:.0f} s. {undisturbed[ENGINE].clipped} of {program.STEPS} "

@@ -197,14 +197,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = [version for version in tried if not results[version]] + (missing if named else [])
     after = beside(newest, 1)
     wheels = ["--pre", "--only-binary", ":all:", "--python-version", after, "tensorflow-cpu"]
-    if found := output_of([sys.executable, "-m", "pip", "index", "versions", *wheels]):
-        come = Version(found.partition("(")[2].partition(")")[0])
+    if available := output_of([sys.executable, "-m", "pip", "index", "versions", *wheels]):
+        come = Version(available.partition("(")[2].partition(")")[0])
         then = "is awaited" if come.is_prerelease else "allows it in requires-python, too"
         print(f"TensorFlow {come} has wheels for Python {after}; its release {then}")
     for what in [*(f"Python {version}" for version in missing), *["uv"] * (not shutil.which("uv"))]:
         print(f"missing, and not tried: {what}")
-    said = f"FAILED: {', '.join(failed)}" if failed else "all as it should be"
-    print(f"Pythons {', '.join(tried)}: {said} ({time.monotonic() - start:.0f} s)")
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "all as it should be"
+    print(f"Pythons {', '.join(tried)}: {verdict} ({time.monotonic() - start:.0f} s)")
     return 1 if failed else 0
 
 

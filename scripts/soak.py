@@ -53,10 +53,13 @@ def train(folder: Path, ways: Sequence[Way], kills: int, draw: random.Random) ->
     Raises:
         AssertionError: it has not ended as it should.
     """
-    run, found, slowest, startup = Run(ENGINE, "soak", ways), {"start": 0}, 0.0, 5.0
-    found |= {"step": 0, "save": 0, "unfinished": 0}
+    run = Run(ENGINE, "soak", ways)
+    counts = {"start": 0, "step": 0, "save": 0, "unfinished": 0}
+    slowest = 0.0
+    startup = 5.0
     for number in itertools.count():
-        start, begun = folder / str(number), time.monotonic()
+        start = folder / str(number)
+        begun = time.monotonic()
         started = start_processes(run, draw.choice(ways), start, PAUSE)
         moment = draw.choice(("start", "step", "save"))
         if kills == 0:
@@ -66,43 +69,81 @@ def train(folder: Path, ways: Sequence[Way], kills: int, draw: random.Random) ->
         else:
             wait_for(start.with_suffix(".ids"), started)
             startup = time.monotonic() - begun
-            if moment == "step":
-                time.sleep(draw.uniform(0, 3))
-            else:
-                wait_for_files(folder, draw.randint(1, 20), started)
-                time.sleep(draw.uniform(0, 0.01))
-        killed = []
+            wait_in_training(folder, moment, started, draw)
+        killed: list[subprocess.Popen[bytes]] = []
         if moment and is_running(started):
-            killed = started if draw.random() < 0.5 else [draw.choice(started)]
-            for process in killed:
-                process.kill()
-            kills, found[moment] = kills - 1, found[moment] + 1
+            killed = kill(started, draw)
+            kills -= 1
+            counts[moment] += 1
         killed_at = time.monotonic()
         others = [process for process in started if process not in killed]
-        while killed and any(process.poll() is None for process in others):
-            logs = [path.read_text() for path in folder.glob(f"{number}.log*")]
-            if moment == "start" and any(WAITS in text for text in logs):
-                for process in others:  # what never came is waited for, and named
-                    process.kill()
-                killed = started
-            assert time.monotonic() < killed_at + SILENCE, f"{folder}: {number} waits for ever"
-            time.sleep(0.1)
+        if killed and not end_others(folder, number, others, moment):
+            killed = started
         if killed and others and killed != started:
             slowest = max(slowest, time.monotonic() - killed_at)
         codes = {find_code(process) for process in others if killed != started}
         assert codes <= {0, 75 * bool(killed)}, f"{folder}: {number} ended with {codes}"
-        found["unfinished"] += bool(killed) and is_unfinished(folder / "run/ckpt")
+        counts["unfinished"] += bool(killed) and is_unfinished(folder / "run/ckpt")
         if not killed:
-            return {**found, "slowest": round(slowest, 1)}
+            return {**counts, "slowest": round(slowest, 1)}
     raise AssertionError
+
+
+def wait_in_training(
+    folder: Path, moment: str, started: Sequence[subprocess.Popen[bytes]], draw: random.Random
+) -> None:
+    """Waits, while processes train, for a moment in a ``step`` or in a ``save``."""
+    if moment == "step":
+        time.sleep(draw.uniform(0, 3))
+        return
+    wait_for_files(folder, draw.randint(1, 20), started)
+    time.sleep(draw.uniform(0, 0.01))
+
+
+def kill(
+    started: list[subprocess.Popen[bytes]], draw: random.Random
+) -> list[subprocess.Popen[bytes]]:
+    """Kills all processes or one of them; returns those that were killed."""
+    killed = started
+    if draw.random() >= 0.5:
+        killed = [draw.choice(started)]
+    for process in killed:
+        process.kill()
+    return killed
+
+
+def end_others(
+    folder: Path, number: int, others: Sequence[subprocess.Popen[bytes]], moment: str
+) -> bool:
+    """Waits until the processes that were not killed have ended.
+
+    Returns:
+        False if they were killed, too: they wait, and say so, for a process that never came.
+
+    Raises:
+        AssertionError: they do not end.
+    """
+    ended_alone = True
+    until = time.monotonic() + SILENCE
+    while any(process.poll() is None for process in others):
+        logs = [path.read_text() for path in folder.glob(f"{number}.log*")]
+        if moment == "start" and any(WAITS in text for text in logs):
+            for process in others:
+                process.kill()
+            ended_alone = False
+        assert time.monotonic() < until, f"{folder}: {number} waits for ever"
+        time.sleep(0.1)
+    return ended_alone
 
 
 def wait_for_files(folder: Path, count: int, started: Sequence[subprocess.Popen[bytes]]) -> None:
     """Waits until so many files of checkpoints have come."""
-    known, until = list_files(folder), time.monotonic() + PATIENCE
+    known = list_files(folder)
+    until = time.monotonic() + PATIENCE
     while count > 0 and is_running(started) and time.monotonic() < until:
         now = list_files(folder)
-        count, known = count - len(now - known), now
+        count -= len(now - known)
+        known = now
         time.sleep(0.001)
 
 
@@ -126,7 +167,9 @@ def read_weights(folder: Path) -> list[np.ndarray]:
 
 def soak(folder: Path, of: str, kills: int, seed: int) -> bool:
     """Trains runs until so many kills are spent; returns whether all are as they should be."""
-    draw, done, well = random.Random(seed), 0, True
+    draw = random.Random(seed)
+    done = 0
+    well = True
     for number in itertools.count():
         if done >= kills:
             return well
@@ -153,11 +196,21 @@ def sum_up(folder: Path) -> None:
     """Prints how many kills there were, and the largest differences."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     for of, is_same in itertools.product(KINDS, (True, False)):
-        some = [line for line in lines if line["of"] == of and (len(line["ways"]) == 1) == is_same]
-        sums = {key: sum(line[key] for line in some) for key in ("start", "step", "save")}
-        sums["unfinished"] = sum(line["unfinished"] for line in some)
-        largest = {key: max(line[key] for line in some) for key in ("difference", "slowest")}
-        print(of, "as many" if is_same else "other numbers", f"{len(some)} runs", sums, largest)
+        lines_of_kind = [
+            line for line in lines if line["of"] == of and (len(line["ways"]) == 1) == is_same
+        ]
+        sums = {key: sum(line[key] for line in lines_of_kind) for key in ("start", "step", "save")}
+        sums["unfinished"] = sum(line["unfinished"] for line in lines_of_kind)
+        largest = {
+            key: max(line[key] for line in lines_of_kind) for key in ("difference", "slowest")
+        }
+        print(
+            of,
+            "as many" if is_same else "other numbers",
+            f"{len(lines_of_kind)} runs",
+            sums,
+            largest,
+        )
 
 
 def main() -> int:

@@ -34,20 +34,24 @@ def kill(cluster: Cluster, what: str, draw: random.Random) -> None:
     for node in draw.sample([*cluster.worker_nodes], len(cluster.worker_nodes)):
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
         there = [raylet, *raylet.children(recursive=True)]
-        some = [each for each in there if what == "node" or "ctl_core" in each.cmdline()]
-        for process in some:
+        processes = [each for each in there if what == "node" or "ctl_core" in each.cmdline()]
+        for process in processes:
             process.kill()
         if what == "node":
             cluster.remove_node(node, allow_graceful=False)
-        if some:
+        if processes:
             break
 
 
 def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.Random) -> Any:
     """Trains one run to its end, killed on the way; returns what there is to say of it."""
-    fixed, ids, size, killed_at, what = number % 2 == 0, folder / "now.ids", 0, 0.0, ""
+    fixed = number % 2 == 0
+    ids = folder / "now.ids"
+    size = 0
+    killed_at = 0.0
+    what = ""
     ids.write_text("")
-    found: Any = {"fixed": fixed, "process": 0, "node": 0, "early": 0, "seconds": []}
+    counts: Any = {"fixed": fixed, "process": 0, "node": 0, "early": 0, "seconds": []}
     command = [sys.executable, "launch/ray_job.py", "--max-failures", "-1", "--num-workers"]
     command += ["3" if fixed else "1-3", "--", *TRAIN[4:], f"--run-name={number}"]
     while len(cluster.worker_nodes) < NODES:
@@ -59,7 +63,7 @@ def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.
         while not early and job.poll() is None and ids.stat().st_size <= size:
             time.sleep(0.02)
         if killed_at and not early and job.poll() is None:
-            found["seconds"].append((what, round(time.monotonic() - killed_at, 1)))
+            counts["seconds"].append((what, round(time.monotonic() - killed_at, 1)))
         if left:
             time.sleep(draw.uniform(0, 12))
             if job.poll() is not None:
@@ -67,21 +71,22 @@ def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.
             what = "node" if early else draw.choice(("process", "node"))
             killed_at = time.monotonic()
             kill(cluster, what, draw)
-            found[what], found["early"] = found[what] + 1, found["early"] + early
+            counts[what] += 1
+            counts["early"] += early
             if what == "node" and (fixed or draw.random() < 0.5 or not cluster.worker_nodes):
                 cluster.add_node(num_cpus=1)
             time.sleep(2)  # what was under way has ended
             size = ids.stat().st_size
     assert job.wait() == 0, f"{folder}/{number}.log: exit code {job.returncode}"
-    return found
+    return counts
 
 
 def count_used(ids: Path) -> tuple[int, int]:
     """Counts examples of an epoch that were used twice, and never; of a step, the last time."""
     steps: Any = collections.defaultdict(list)
-    for step, _, some, _ in map(json.loads, reversed(ids.read_text().splitlines())):
+    for step, _, examples, _ in map(json.loads, reversed(ids.read_text().splitlines())):
         if len(steps[step]) < program.BATCH:
-            steps[step] += some
+            steps[step] += examples
     used = collections.Counter(((s - 1) // program.BATCHES, i) for s in steps for i in steps[s])
     return used.total() - len(used), program.EPOCHS * program.EXAMPLES - len(used)
 
@@ -91,7 +96,9 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=20)
     options = parser.parse_args()
-    folder, draw, done = options.folder.absolute(), random.Random(options.kills), 0
+    folder = options.folder.absolute()
+    draw = random.Random(options.kills)
+    done = 0
     (folder / "launch").mkdir(parents=True)
     shutil.copy(ROOT / "{{cookiecutter.project_slug}}/launch/ray_job.py", folder / "launch")
     (folder / "ctl_core").symlink_to(ROOT / "ctl_core")
@@ -100,17 +107,19 @@ def main() -> int:
         subprocess.run([*TRAIN, f"--run-name=whole{n}", f"--workers={n}"], cwd=folder, check=True)
     os.environ |= {"PROOF": str(folder / "now"), "PAUSE": "0.2", "RAY_AUTH_MODE": "disabled"}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    os.environ["RAY_ADDRESS"], number = cluster.address, 0
+    os.environ["RAY_ADDRESS"] = cluster.address
+    number = 0
     while done < options.kills:
-        found = train(folder, number, min(KILLS, options.kills - done), cluster, draw)
-        files = (folder / "now.npz", folder / f"whole{NODES if found['fixed'] else 1}.npz")
-        found["difference"] = measure(*(np.load(file).values() for file in files))
-        found["twice, never"] = used = count_used(folder / "now.ids")
+        counts = train(folder, number, min(KILLS, options.kills - done), cluster, draw)
+        files = (folder / "now.npz", folder / f"whole{NODES if counts['fixed'] else 1}.npz")
+        counts["difference"] = measure(*(np.load(file).values() for file in files))
+        counts["twice, never"] = used = count_used(folder / "now.ids")
         with (folder / "log.jsonl").open("a") as log:
-            log.write(json.dumps(found) + "\n")
-        print(found, flush=True)
-        assert found["difference"] <= LIMIT * (not found["fixed"]) and used == (0, 0), folder
-        number, done = number + 1, done + found["process"] + found["node"]
+            log.write(json.dumps(counts) + "\n")
+        print(counts, flush=True)
+        assert counts["difference"] <= LIMIT * (not counts["fixed"]) and used == (0, 0), folder
+        number += 1
+        done += counts["process"] + counts["node"]
     cluster.shutdown()
     return 0
 

@@ -13,10 +13,13 @@ from tests.helpers import lean
 
 LONGEST = """
     test_kills test_cluster test_processes test_documents test_check test_programs test_readers
-    test_any_batch test_program_extras test_state test_step test_checkpoint test_digits
-    test_hidden_state test_evaluation test_run_output test_reduction test_mistakes test_load
-    test_hooks test_launch test_run_files test_schedule test_models test_files test_every_step
-    test_notebook test_reading test_runs test_detect_anomaly test_sweep_file test_train_sh
+    test_hooks test_mistakes test_written_defaults test_initial_weights test_any_batch
+    test_program_extras test_state test_step test_checkpoint test_digits test_downloads
+    test_tfrecords test_text test_reading test_schedule test_detect_anomaly test_runs test_load
+    test_optimizers test_reduction test_hidden_state test_models test_cache_files test_evaluation
+    test_run_output test_runs_in_hooks test_numbers test_launch test_run_files test_files
+    test_render test_tutorial test_answers test_every_step test_notebook test_sweep_file
+    test_train_sh
 """
 # They start no process, and take less than half a minute of one core each.
 QUICK = """

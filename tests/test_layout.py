@@ -14,8 +14,8 @@ def find_imports(pattern: str, *folders: str) -> list[str]:
     """Returns the lines of files below folders that import what matches, at any place in them."""
     files = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
     lines = ((path, line) for path in files for line in path.read_text().splitlines())
-    found = [(path, line) for path, line in lines if re.match(rf" *{pattern}", line)]
-    return [f"{path}: {line}" for path, line in found if path.stem not in line]  # in a text
+    matching = [(path, line) for path, line in lines if re.match(rf" *{pattern}", line)]
+    return [f"{path}: {line}" for path, line in matching if path.stem not in line]  # in a text
 
 
 def test_only_tests_import_from_tests() -> None:
@@ -33,7 +33,7 @@ def test_tests_share_by_tests_helpers() -> None:
 
 def test_golden_tests_ask_from_outside() -> None:
     """By public names, in code and in the sources of hooks that tests write as text."""
-    found, public = [], {*ctl_core.__all__, "__all__"}
+    private, public = [], {*ctl_core.__all__, "__all__"}
     for path in (ROOT / "tests" / "golden").rglob("*.py"):
         text = path.read_text()
         for node in ast.walk(ast.parse(text)):
@@ -42,15 +42,15 @@ def test_golden_tests_ask_from_outside() -> None:
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
-            found += [
+            private += [
                 (path.name, name)
                 for name in names
                 if name.startswith(("ctl_core.", "tests.")) and name != "ctl_core.data"
                 if not name.startswith("tests.golden")
             ]
         used = re.findall(r"\bctl_core\.(\w+)", text)
-        found += [(path.name, f"ctl_core.{name}") for name in used if name not in public]
-    assert found == []
+        private += [(path.name, f"ctl_core.{name}") for name in used if name not in public]
+    assert private == []
 
 
 def test_quick_files_start_no_process_and_hold_no_slow_test() -> None:

@@ -21,8 +21,12 @@ from ctl_core.data import with_seeds
 
 DIGITS = Path(__file__).parents[2] / "{{cookiecutter.project_slug}}/data/digits.npz"
 BATCH, BATCHES, EPOCHS = 64, 22, 12  # BATCHES to an epoch
-EXAMPLES, STEPS = BATCH * BATCHES, BATCHES * EPOCHS
-RATE, CLIP, SEED, SAVE_EVERY = 0.003, 0.5, 1, 7
+EXAMPLES = BATCH * BATCHES
+STEPS = BATCHES * EPOCHS
+RATE = 0.003
+CLIP = 0.5
+SEED = 1
+SAVE_EVERY = 7
 
 
 def move(example: Any, seed: tf.Tensor) -> Any:

@@ -52,7 +52,8 @@ class WriteIds(keras.callbacks.Callback):
         self._counts = counts
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch, self._before = epoch, np.zeros(EXAMPLES)
+        self._epoch = epoch
+        self._before = np.zeros(EXAMPLES)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         now = self._counts.counts.numpy()

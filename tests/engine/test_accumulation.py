@@ -82,8 +82,8 @@ def test_flags_of_losses_and_gradients() -> None:
 def test_flags_are_true_if_they_are_true_everywhere() -> None:
     true, false = tf.constant(True), tf.constant(False)
     assert combine_flags([FiniteFlags(true, false)]).numpy().tolist() == [True, False]
-    several = [FiniteFlags(true, true), FiniteFlags(true, false), FiniteFlags(false, true)]
-    assert combine_flags(several).numpy().tolist() == [False, False]
+    flags_of_batches = [FiniteFlags(true, true), FiniteFlags(true, false), FiniteFlags(false, true)]
+    assert combine_flags(flags_of_batches).numpy().tolist() == [False, False]
 
 
 def test_steps_with_losses_that_are_not_finite_are_counted() -> None:

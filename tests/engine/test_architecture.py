@@ -32,20 +32,20 @@ def modules() -> dict[str, Path]:
 def imported(path: Path, everywhere: bool = False) -> set[str]:
     """The engine's modules that one imports when it is imported itself, or anywhere in it."""
     body = ast.parse(path.read_text()).body
-    found: set[str] = set()
+    imports: set[str] = set()
     for statement in body:
         inner = everywhere or isinstance(statement, ast.Try)
         for node in ast.walk(statement) if inner else [statement]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ctl_core"):
                 assert node.module
                 name = node.module.removeprefix("ctl_core").removeprefix(".")
-                several = {f"{name}.{alias.name}".lstrip(".") for alias in node.names}
-                found |= (
-                    several & modules().keys()
+                imported_names = {f"{name}.{alias.name}".lstrip(".") for alias in node.names}
+                imports |= (
+                    imported_names & modules().keys()
                     or {name} & modules().keys()
-                    or list_modules_of_packages({name, *several} - {""})
+                    or list_modules_of_packages({name, *imported_names} - {""})
                 )
-    return found
+    return imports
 
 
 def list_modules_of_packages(packages: set[str]) -> set[str]:
@@ -58,7 +58,7 @@ def reach(name: str) -> set[str]:
     reached, todo = set(), {name}
     while todo:
         reached |= todo
-        todo = {other for one in todo for other in imported(modules()[one])} - reached
+        todo = {other for module in todo for other in imported(modules()[module])} - reached
     return reached
 
 

@@ -13,7 +13,12 @@ from benchmarks.workloads import mlp
 NAMES = ("engine", "Keras fit", "textbook loop", "floor")
 
 
-def test_peers_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "names", [("engine", "floor"), pytest.param(NAMES, marks=pytest.mark.slow)]
+)
+def test_peers_reach_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
     compared: list[str] = []
     check_equal = worker.check_equal
 
@@ -25,7 +30,7 @@ def test_peers_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(worker, "check_equal", check)
     work = dataclasses.replace(mlp(), segment=CHECKED)
-    timings = list(worker.steps(work, devices=1, every=50, rounds=1, names=NAMES))
-    assert compared == [f"mlp: {name}" for name in NAMES]
-    assert [timing.peer for timing in timings] == list(NAMES)
+    timings = list(worker.steps(work, devices=1, every=50, rounds=1, names=names))
+    assert compared == [f"mlp: {name}" for name in names]
+    assert [timing.peer for timing in timings] == list(names)
     assert all(len(timing.seconds) == 1 for timing in timings)

@@ -25,8 +25,13 @@ def cached_hooks(file: Path, kind: str = "cache", **more: Any) -> Any:
     return make_hooks(create_dataset=create_dataset, create_opt=small.create_opt, **more)
 
 
-@pytest.mark.parametrize("kind", ["cache", "snapshot"])
-@pytest.mark.parametrize("stop", [3, 10])  # in the first pass, whose cache is not complete; later
+@pytest.mark.parametrize(
+    ("kind", "stop"),
+    [
+        ("cache", 3),  # in the first pass, whose cache is not complete
+        *small.slow_but(of=[("cache", 10), ("snapshot", 3), ("snapshot", 10)]),
+    ],
+)
 def test_resumed_run_has_the_weights_of_an_undisturbed_one(
     train: Train, tmp_path: Path, kind: str, stop: int
 ) -> None:
@@ -37,7 +42,7 @@ def test_resumed_run_has_the_weights_of_an_undisturbed_one(
     compare.assert_same(resumed.train_model.weights, whole.train_model.weights)
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("evaluates", small.slow_but(False, of=[False, True]))
 def test_files_of_a_stopped_process_are_named(
     train: Train, tmp_path: Path, evaluates: bool
 ) -> None:

@@ -31,10 +31,10 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     def run(hooks: Any, **settings: Any) -> ctl_core.State:
-        own = {"steps": 20_000, "batch_size": 16, "run_name": "run"}
-        own["runs_dir"] = str(tmp_path / "runs")
+        defaults = {"steps": 20_000, "batch_size": 16, "run_name": "run"}
+        defaults["runs_dir"] = str(tmp_path / "runs")
         try:
-            return ctl_core.check(hooks, ctl_core.Config(**{**own, **settings}))
+            return ctl_core.check(hooks, ctl_core.Config(**{**defaults, **settings}))
         finally:
             assert list(temporary.glob("ctl_core-check-*")) == []
 
@@ -43,8 +43,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
 
 def hooks(**more: Any) -> Any:
     inputs, target = regression_data()
-    own = {"create_eval_dataset": sliced((inputs[:64], target[:64]))}
-    return make_hooks(**{**own, **more})
+    evaluation = {"create_eval_dataset": sliced((inputs[:64], target[:64]))}
+    return make_hooks(**{**evaluation, **more})
 
 
 class Worst(keras.metrics.Mean):
@@ -154,16 +154,6 @@ def test_mistakes_that_training_does_not_show_are_named(check: Check, message: s
         check(hooks(**WRONG[message]))
 
 
-def test_all_differences_are_listed_with_the_most_probable_cause_first(
-    check: Check, capsys: Output
-) -> None:
-    with pytest.raises(ctl_core.SetupError) as refused:
-        check(hooks(create_loss=lambda: negatives))
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  - ")]
-    assert len(lines) > 2 and all(re.search("differs?[:,]", line) for line in lines)
-    assert str(refused.value) == f"check: {lines[0].removeprefix('  - ')}"
-
-
 def test_a_dataset_of_one_batch_is_repeated_for_the_comparison(
     check: Check, capsys: Output
 ) -> None:
@@ -212,11 +202,11 @@ ALIKE = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ALIKE.split()])
-def test_what_trains_rightly_is_well(check: Check, name: str, capsys: Output) -> None:
+def test_check_passes_the_golden_programs(check: Check, name: str, capsys: Output) -> None:
     program = load_program(name)
     check(program.hooks(), **{**SETTINGS, **program.settings})
-    said = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    assert all("the loss does not depend on" in line for line in said), said
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert all("the loss does not depend on" in line for line in warnings), warnings
 
 
 def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked(
@@ -240,7 +230,7 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
         ran.append(("stop", step))
         raise ctl_core.StopTraining("Enough.")
 
-    own = hooks(
+    counted_hooks = hooks(
         create_model=dropout_model,
         every_steps={3: note("third"), 10: [ctl_core.deferred(lambda step: ran.append(step))]},
         at_step={10_000: [stop, note("late")]},
@@ -250,7 +240,7 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
     settings = {"virtual_devices": 2, "keep_best": "loss", "ckpt_every": "10min", "warmup": 50}
     with (tmp_path / "runs/run/train.log").open("a") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
-        assert check(own, **settings).step == 2
+        assert check(counted_hooks, **settings).step == 2
     files = sorted(path for path in (tmp_path / "runs").rglob("*") if path.is_file())
     assert [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files] == before
     assert ran == [
@@ -261,17 +251,17 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
         (["loss"], 2),
         "done",
     ]
-    said = capsys.readouterr().out
-    assert said.startswith("check of run: ") and "\ncheck: all well, " in said
-    for part in (
+    printed = capsys.readouterr().out
+    assert printed.startswith("check of run: ") and "\ncheck: all well, " in printed
+    for pattern in (
         "a step and an evaluation on one and on 3 devices were compared",
         "73 parameters to train",
         ") ran, as after step 10000\n",
         ") ran, as after step 10000; it ends training there. Enough.",
         "  evaluate, predict, export, load: loss ",
     ):
-        assert part in said
-    (remembered,) = [line for line in said.splitlines() if " remembers " in line]
+        assert pattern in printed
+    (remembered,) = [line for line in printed.splitlines() if " remembers " in line]
     assert "after_eval (test_check.py:" in remembered and " remembers best in Python" in remembered
 
 
@@ -282,20 +272,22 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
     ("batch", "micro_batches", "size"),
     [(64, 1, 64), (63, 1, 62), (1, 1, 4), (3, 1, 4), (6, 1, 5), (64, 2, 61), (1, 4, 5), (8, 8, 10)],
 )
-def test_shares_are_never_equal(batch: int, micro_batches: int, size: int) -> None:
+def test_batches_of_the_check_have_unequal_shares(
+    batch: int, micro_batches: int, size: int
+) -> None:
     config = ctl_core.Config(batch_size=batch, accumulate_steps=micro_batches)
     assert compare_devices.choose_uneven_size(config) == size
 
 
-def test_what_cannot_be_compared_ends_the_check(check: Check, capsys: Output) -> None:
+def test_check_fails_where_devices_cannot_be_compared(check: Check, capsys: Output) -> None:
     """The hook is right for equal shares only, which are compared all the same."""
 
     def loss_pre(output: Any, batch: Any) -> Any:
         rows = tf.shape(output)[0]
         gathered = ctl_core.all_gather(output)
         first = rows * ctl_core.replica_id()  # wrong where other shares have more rows
-        own = gathered[first : first + rows]
-        return tf.ensure_shape(own, output.shape), batch[1]
+        rows_of_replica = gathered[first : first + rows]
+        return tf.ensure_shape(rows_of_replica, output.shape), batch[1]
 
     def create_loss() -> Any:
         def loss(pair: Any) -> tf.Tensor:
@@ -319,10 +311,12 @@ def test_all_differences_are_listed_in_the_order_of_their_causes(
         return lambda pair: tf.reduce_sum((pair[0] - pair[1][:, 0]) ** 2)
 
     wrong = hooks(create_loss=create_loss, create_metrics=lambda: {"worst": Worst()})
-    with pytest.raises(ctl_core.SetupError, match=r"^check: create_loss .* the loss differs"):
+    with pytest.raises(
+        ctl_core.SetupError, match=r"^check: create_loss .* the loss differs"
+    ) as error:
         check(wrong)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  - ")]
-    for line, part in zip(
+    for line, text in zip(
         lines,
         (
             "the loss differs: it is no sum",
@@ -332,7 +326,9 @@ def test_all_differences_are_listed_in_the_order_of_their_causes(
         ),
         strict=True,
     ):
-        assert part in line
+        assert text in line
+    assert all(re.search("differs?[:,]", line) for line in lines)
+    assert str(error.value) == f"check: {lines[0].removeprefix('  - ')}"
     assert "may follow from the above" in lines[1] and "create_loss" not in lines[1]
 
 
@@ -358,18 +354,20 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "a dataset of one batch": {
         "create_dataset": lambda global_batch_size: tf.data.Dataset.from_tensors(
-            tuple(part[:1] for part in regression_data())
+            tuple(array[:1] for array in regression_data())
         )
     },
     "a dataset of one batch, whose rest is dropped": {
-        "create_dataset": sliced(tuple(part[:2] for part in regression_data()))
+        "create_dataset": sliced(tuple(array[:2] for array in regression_data()))
     },
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RIGHT)
-def test_what_is_right_on_any_devices_is_well(check: Check, case: str, capsys: Output) -> None:
+def test_check_passes_programs_that_are_right_on_any_devices(
+    check: Check, case: str, capsys: Output
+) -> None:
     batch_size = {"a dataset of one batch": 1}.get(case, 2 if "rest" in case else 16)
     check(hooks(**RIGHT[case]), batch_size=batch_size)
     assert "warning" not in capsys.readouterr().out
@@ -552,7 +550,7 @@ def make_generator() -> tf.random.Generator:
         (lambda x: tf.cond(x[0] > 0, lambda: x, lambda: -x), False),
     ],
 )
-def test_noise_of_a_replica(draw: Any, is_noise: bool) -> None:
+def test_noise_of_a_replica_is_told_from_other_draws(draw: Any, is_noise: bool) -> None:
     with compat.make_scratch_graph("test").as_default() as graph:
         draw(tf.compat.v1.placeholder(tf.float32, [None]))
     operations = compat.add_called_ops(graph.get_operations())

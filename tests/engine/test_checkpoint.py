@@ -27,7 +27,7 @@ def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
     return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
 
 
-def test_a_create_ckpt_of_ones_own_loses_nothing_of_the_engines(train: Train) -> None:
+def test_users_create_ckpt_loses_no_state_of_the_engine(train: Train) -> None:
     """Both parts of a checkpoint go together when there are too many."""
     hooks = make_hooks(
         create_ckpt=create_ckpt,
@@ -36,11 +36,11 @@ def test_a_create_ckpt_of_ones_own_loses_nothing_of_the_engines(train: Train) ->
     )
     whole = train(hooks, steps=12, run_name="whole")
     train(hooks, steps=5, run_name="parts", ckpt_every=1)
-    parts = train(hooks, steps=12, run_name="parts")
-    assert parts.step == 12 and float(parts.lr) == pytest.approx(0.005)
-    assert_weights(whole, parts, rtol=0)
+    resumed = train(hooks, steps=12, run_name="parts")
+    assert resumed.step == 12 and float(resumed.lr) == pytest.approx(0.005)
+    assert_weights(whole, resumed, rtol=0)
     for pattern in ("ckpt-*.index", "engine/ckpt-*.index", "engine/ckpt-*.json"):
-        assert numbers(parts.run_dir / "ckpt", pattern) == [4, 5, 12]
+        assert numbers(resumed.run_dir / "ckpt", pattern) == [4, 5, 12]
 
 
 def test_manager_save_in_a_hook_holds_what_later_hooks_of_the_step_do(train: Train) -> None:
@@ -80,7 +80,7 @@ def folder(trained: tuple[Path, list[np.ndarray]], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("parts", "damage"),
+    ("files", "damage"),
     [
         ("ckpt-10.index", Path.unlink),
         ("ckpt-10.*", take_from_step_5),
@@ -90,9 +90,9 @@ def folder(trained: tuple[Path, list[np.ndarray]], tmp_path: Path) -> Path:
     ],
 )
 def test_a_damaged_newest_checkpoint_falls_back(
-    train: Train, folder: Path, trained: Any, capsys: Any, parts: str, damage: Any
+    train: Train, folder: Path, trained: Any, capsys: Any, files: str, damage: Any
 ) -> None:
-    for path in folder.glob(parts):
+    for path in folder.glob(files):
         damage(path)
     state = train(make_hooks(), steps=10, ckpt_every=5)
     output = capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_a_damaged_input_position_is_reached_by_skipping(
     assert_weights(train(make_hooks(), steps=15, run_name="whole"), state, rtol=0)
 
 
-def test_no_whole_checkpoint_stops_instead_of_starting_over(train: Train, folder: Path) -> None:
+def test_run_without_a_whole_checkpoint_does_not_start_over(train: Train, folder: Path) -> None:
     for path in folder.glob("ckpt-*.data*"):
         cut_short(path)
     with pytest.raises(ctl_core.SetupError, match="none of them is whole"):
@@ -121,7 +121,7 @@ def test_no_whole_checkpoint_stops_instead_of_starting_over(train: Train, folder
         train(make_hooks(), steps=10)
 
 
-def test_a_first_checkpoint_that_was_never_finished_is_none(train: Train) -> None:
+def test_unfinished_first_checkpoint_does_not_count(train: Train) -> None:
     folder = train(make_hooks(), steps=5).run_dir / "ckpt"
     for path in folder.glob("engine/ckpt-5.*"):  # written after the user's part
         path.unlink()
@@ -142,12 +142,12 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
         layers = small.create_model().layers
         return keras.Sequential([keras.Input((FEATURES,)), *layers, keras.layers.Dense(1)])
 
-    for changed, said in (
+    for changed, message in (
         ({"create_model": wider}, r"\(5, 8\).*\(5, 9\).*hidden/k"),
         ({"create_model": deeper}, r"not bound.*dense"),
         ({"create_opt": sgd}, "optimizer"),
     ):
-        with pytest.raises(ctl_core.SetupError, match=f"does not fit .*{said}"):
+        with pytest.raises(ctl_core.SetupError, match=f"does not fit .*{message}"):
             train(make_hooks(**changed), steps=4)
 
 
@@ -173,7 +173,7 @@ def test_a_hook_goes_back_to_a_checkpoint_and_training_goes_on(train: Train) -> 
         np.testing.assert_array_equal(seen[step][1], inputs)
 
 
-def test_a_table_that_create_ckpt_returns_is_part_of_it(train: Train) -> None:
+def test_lookup_table_of_create_ckpt_is_saved(train: Train) -> None:
     """It has no copy, so that no checkpoint is written while it is changed."""
     key = tf.constant([1], tf.int64)
 
@@ -193,8 +193,8 @@ def test_a_table_that_create_ckpt_returns_is_part_of_it(train: Train) -> None:
 
     whole = train(program(), steps=9, run_name="whole")
     for steps in (7, 9):
-        parts = train(program(), steps=steps, ckpt_every=2)
-    assert_weights(parts, whole, rtol=0)
+        resumed = train(program(), steps=steps, ckpt_every=2)
+    assert_weights(resumed, whole, rtol=0)
 
 
 # ---- In the background: they hold what the variables were when they were due -------------------
@@ -229,12 +229,12 @@ def test_a_checkpoint_that_is_written_late_holds_the_values_of_its_step(
         raise ValueError("mine")
 
     monkeypatch.setattr(tf.train.Checkpoint, "write", slowly)
-    own = {"create_model": dropout_model, "every_steps": {1: note}}
+    hooks = {"create_model": dropout_model, "every_steps": {1: note}}
     with pytest.raises(RunError, match="mine"):
-        train(make_hooks(**own, at_step={8: fail}), steps=20, ckpt_every=2)
+        train(make_hooks(**hooks, at_step={8: fail}), steps=20, ckpt_every=2)
     monkeypatch.undo()
-    state = train(make_hooks(**own), steps=6)  # nothing is left to train
-    found = values_of(state.train_model, state.optimizer, state.lr)
-    for value, expected in zip(found, seen[6], strict=True):
+    state = train(make_hooks(**hooks), steps=6)  # nothing is left to train
+    actual = values_of(state.train_model, state.optimizer, state.lr)
+    for value, expected in zip(actual, seen[6], strict=True):
         np.testing.assert_array_equal(value, expected)
     assert not np.array_equal(seen[6][0], seen[8][0])

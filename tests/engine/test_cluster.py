@@ -35,13 +35,13 @@ def kept(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Path) -> None:
-    whole, parts = (
-        [found["seen"] for found in kept(two, f"dropout-{name}")] for name in ("whole", "parts")
+    whole, resumed = (
+        [arrays["seen"] for arrays in kept(two, f"dropout-{name}")] for name in ("whole", "parts")
     )
     assert (whole[0] != whole[1]).any()
-    for one, other in zip(whole, parts, strict=True):
-        np.testing.assert_array_equal(one, other)
-        assert (one[0] != one[1]).any(), "a step must not repeat the one before"
+    for expected, other in zip(whole, resumed, strict=True):
+        np.testing.assert_array_equal(expected, other)
+        assert (expected[0] != expected[1]).any(), "a step must not repeat the one before"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_differs_between_processes_or_ends_one_ends_all(
     assert saved == ({"ckpt-2.json"} if name == "stopped" else set())
 
 
-def test_what_one_process_asks_for_happens_on_all(two: Path) -> None:
+def test_decisions_of_one_process_hold_on_all(two: Path) -> None:
     for values in kept(two, "decisions"):
         assert int(values["step"]) == int(values["again"]) == 7  # and the run stays ended
     folder = two / "runs/decisions/ckpt/engine"
@@ -85,6 +85,6 @@ def test_a_loss_that_one_process_has_is_known_to_all(two: Path) -> None:
 
 
 def test_hooks_run_in_every_process_and_go_on_with_what_the_chief_kept(two: Path) -> None:
-    chief, other = (found["seen"].tolist() for found in kept(two, "state"))
+    chief, other = (arrays["seen"].tolist() for arrays in kept(two, "state"))
     assert chief == [[1, -1], [1, 0], [1, 0]]
     assert other == [[0, -1], [0, 1], [0, 0]]

@@ -14,7 +14,7 @@ from ctl_core import compat
 from ctl_core.run.errors import SetupError
 
 
-def test_is_tuned() -> None:
+def test_is_tuned_tells_whether_a_stage_is_tuned() -> None:
     numbers, auto = tf.data.Dataset.range(10), tf.data.AUTOTUNE
     halves = numbers.map(lambda x: x // 2, 2).batch(2, num_parallel_calls=2).prefetch(auto)
     for plain in (halves, numbers.interleave(tf.data.Dataset.range)):
@@ -206,7 +206,7 @@ def test_keras_draws_from_a_generator() -> None:
         assert compat.get_seed_generator() is not None
 
 
-def test_written_resources() -> None:
+def test_written_resources_of_a_graph_are_found() -> None:
     read, written, deep, captured = (tf.Variable(float(i)) for i in range(4))
 
     @tf.function(autograph=False)
@@ -248,8 +248,8 @@ def test_replicas_have_losses_of_their_own() -> None:
         lambda context: values[context.replica_id_in_sync_group]
     )
     with compat.separate_losses():
-        found = tf.function(lambda value: strategy.run(on_replica, (value,)))(distributed)
-    assert [part.numpy().tolist() for part in found.values] == [[1.0], [2.0]]
+        losses = tf.function(lambda value: strategy.run(on_replica, (value,)))(distributed)
+    assert [replica.numpy().tolist() for replica in losses.values] == [[1.0], [2.0]]
     assert "_losses" not in vars(keras.Layer)
     layer(values[1])  # as ever, where there are no replicas
     assert [float(loss) for loss in layer.losses] == [2.0]
@@ -289,7 +289,7 @@ def test_the_seed_of_ops_is_put_back() -> None:
     assert tf.random.uniform([]).numpy() == second
 
 
-def test_large_sums_are_kept_whole() -> None:
+def test_grappler_does_not_split_large_sums() -> None:
     """The part of TensorFlow's memory optimizer that splits them is left out."""
     from tensorflow.python.eager import context
 
@@ -309,7 +309,7 @@ def test_large_sums_are_kept_whole() -> None:
     assert float(tf.function(lambda: tf.add_n([tf.ones([]), tf.ones([])]))()) == 2.0
 
 
-def test_objects_of_a_checkpoint(tmp_path: Path) -> None:
+def test_objects_of_a_checkpoint_are_listed(tmp_path: Path) -> None:
     inner = tf.Module()
     inner.weight = tf.Variable(1.0)
     checkpoint = tf.train.Checkpoint(outer=tf.train.Checkpoint(inner=inner), same=inner)
@@ -319,13 +319,13 @@ def test_objects_of_a_checkpoint(tmp_path: Path) -> None:
     assert objects[root["same"]].children.keys() == {"weight"}
 
 
-def test_who_joins_waits_so_long() -> None:
+def test_joining_process_waits_as_long_as_it_is_told() -> None:
     from tensorflow.python.eager import context
 
-    own = context.context()
+    own_context = context.context()
     with compat.cut_join(2.5):
-        own.configure_coordination_service("standalone", "/job:worker/task:0")
-    config, own._coordination_service_config = own.coordination_service, None
+        own_context.configure_coordination_service("standalone", "/job:worker/task:0")
+    config, own_context._coordination_service_config = own_context.coordination_service, None
     assert (config.service_type, config.cluster_register_timeout_in_ms) == ("standalone", 2500)
     assert config.cluster_register_with_barrier
 

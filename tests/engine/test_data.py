@@ -36,17 +36,17 @@ def indices(batch_size: int, count: int, seed: int = 6) -> np.ndarray:
     return np.concatenate(read(index_shuffle(EXAMPLES, batch_size, seed), count))
 
 
-def test_each_index_once_a_pass_in_an_order_of_the_seed() -> None:
+def test_index_shuffle_has_each_index_once_a_pass() -> None:
     passes = indices(7, 60).reshape(7, EXAMPLES)
     for batch_size in (1, EXAMPLES):
         tf.random.set_seed(batch_size)
         np.testing.assert_array_equal(passes.ravel(), indices(batch_size, 420 // batch_size))
     for seed in (0, 7, 2**31):
         assert not np.array_equal(indices(5, 12, seed), passes[0])
-    for one in range(7):
-        np.testing.assert_array_equal(np.sort(passes[one]), np.arange(EXAMPLES))
-        for other in range(one):
-            assert (passes[one] == passes[other]).mean() < 0.2
+    for number in range(7):
+        np.testing.assert_array_equal(np.sort(passes[number]), np.arange(EXAMPLES))
+        for other in range(number):
+            assert (passes[number] == passes[other]).mean() < 0.2
 
 
 def test_seeds_are_unique_and_independent_of_the_batch_size() -> None:
@@ -75,8 +75,8 @@ def test_the_state_of_a_reader_may_hold_a_tensor_of_pytorch(
     """A stand-in for its module: the state of a sampler's generator is such a tensor."""
     Tensor = type("Tensor", (list,), {"__module__": "torch"})
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=Tensor))
-    found = decode(encode({"generator": Tensor(range(5))}))["generator"]
-    assert isinstance(found, Tensor) and found == [*range(5)]
+    decoded = decode(encode({"generator": Tensor(range(5))}))["generator"]
+    assert isinstance(decoded, Tensor) and decoded == [*range(5)]
 
 
 # ---- Splits and folds by hash: nothing moves when data are added --------------------------------
@@ -84,7 +84,7 @@ def test_the_state_of_a_reader_may_hold_a_tensor_of_pytorch(
 KEYS = [f"photos/{number}.jpg" for number in range(20_000)]
 
 
-def test_the_hash_never_changes() -> None:
+def test_hash_of_keys_never_changes() -> None:
     """These were worked out once; others would put the examples of every data set elsewhere."""
     assert fold_of([7, 12], 5).numpy().tolist() == fold_of(["7", "12"], 5).numpy().tolist()
     assert hash_of(["a", "cat/1.jpg", "ü"]).numpy().tolist() == [
@@ -104,8 +104,8 @@ def test_fractions_are_kept_and_the_rest_is_train() -> None:
 
 def test_a_part_that_grows_takes_from_train_only_and_more_examples_move_none() -> None:
     before = split_of(KEYS, {"validation": 0.1, "test": 0.1}).numpy()
-    some = split_of(KEYS[99::-1], {"validation": 0.1, "test": 0.1}).numpy()
-    np.testing.assert_array_equal(some[::-1], before[:100])
+    splits_of_fewer = split_of(KEYS[99::-1], {"validation": 0.1, "test": 0.1}).numpy()
+    np.testing.assert_array_equal(splits_of_fewer[::-1], before[:100])
     after = split_of(KEYS, {"validation": 0.2, "test": 0.3}).numpy()
     for name in (b"validation", b"test"):
         assert set(np.nonzero(before == name)[0]) < set(np.nonzero(after == name)[0])
@@ -114,8 +114,10 @@ def test_a_part_that_grows_takes_from_train_only_and_more_examples_move_none() -
 def test_folds_are_even_in_each_split() -> None:
     train = split_of(KEYS, {"test": 0.5}).numpy() == b"train"
     folds = fold_of(KEYS, 5).numpy()
-    for part in (folds, folds[train]):
-        np.testing.assert_allclose(np.bincount(part) / len(part), 0.2, atol=0.02)
+    for folds_of_split in (folds, folds[train]):
+        np.testing.assert_allclose(
+            np.bincount(folds_of_split) / len(folds_of_split), 0.2, atol=0.02
+        )
     kept = tf.data.Dataset.from_tensor_slices(KEYS[:500]).filter(lambda key: fold_of(key, 5) == 1)
     expected = [key.encode() for key, fold in zip(KEYS, folds[:500], strict=False) if fold == 1]
     assert [key.numpy() for key in kept] == expected
@@ -135,7 +137,7 @@ def create_model() -> keras.Model:
     return keras.Sequential([keras.Input((8, 8, 1)), *layers])
 
 
-def test_what_the_page_shows_trains_and_goes_on_where_it_was(
+def test_code_of_the_page_on_data_trains_and_resumes(
     train: Train,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -153,8 +155,8 @@ def test_what_the_page_shows_trains_and_goes_on_where_it_was(
         exec(compile(block, str(tmp_path / "block.py"), "exec"), shown)
         if "def create_dataset" not in block:
             continue
-        own = {"create_model": create_model, "create_loss": create_loss}
-        program = partial(make_hooks, create_dataset=shown["create_dataset"], **own)
+        hooks = {"create_model": create_model, "create_loss": create_loss}
+        program = partial(make_hooks, create_dataset=shown["create_dataset"], **hooks)
         assert_resumes(train, program, runs=tmp_path / f"runs-{number}")
         trained += 1
     assert trained == 4

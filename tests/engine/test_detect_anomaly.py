@@ -54,8 +54,8 @@ every_steps = {3: spoil}
 )
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_step_op_hook_and_line(cli: Cli, name: str) -> None:
+@pytest.mark.parametrize("name", small.slow_but("a layer", "update_pre", of=PROGRAMS))
+def test_anomaly_is_traced_to_step_op_hook_and_line(cli: Cli, name: str) -> None:
     code, words = PROGRAMS[name]
     source = f"{DATA}{code}\n"
     flags = ("--virtual-devices", "1" if name == "a layer" else "2")
@@ -64,7 +64,7 @@ def test_step_op_hook_and_line(cli: Cli, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_any_has_the_same_weights(train: Train) -> None:
+def test_detect_anomaly_leaves_weights_of_a_sound_run_alone(train: Train) -> None:
     hooks = make_hooks(create_model=norm_model)
     settings = {"steps": 14, "batch_size": 8, "virtual_devices": 2, "last_batch": "keep"}
     plain = train(hooks, run_name="plain", **settings)
@@ -78,21 +78,26 @@ BATCH = 16
 
 @pytest.mark.parametrize(
     ("ends", "settings"),
-    [((5, 9), {"virtual_devices": 2, "accumulate_steps": 2}), ((9,), {"jit_compile": True})],
+    [
+        ((5, 9), {"virtual_devices": 2, "accumulate_steps": 2}),
+        pytest.param((9,), {"jit_compile": True}, marks=pytest.mark.slow),
+    ],
 )
-def test_the_first_step_is_named_and_steps_are_counted(
+def test_first_step_with_a_loss_that_is_not_finite_is_named(
     train: Train, capsys: pytest.CaptureFixture[str], ends: tuple[int, ...], settings: Any
 ) -> None:
     """For the last example of a batch of three; also by a run that goes on."""
-    inputs, target = (np.tile(part, (2, 1))[: 12 * BATCH] for part in regression_data())
+    inputs, target = (np.tile(array, (2, 1))[: 12 * BATCH] for array in regression_data())
     target[[step * BATCH - 1 for step in (3, 4, 7)]] = np.nan
     for steps in ends:
         hooks = make_hooks(create_dataset=sliced((inputs, target)))
         state = train(hooks, steps=steps, **settings)
     assert not state.diverged
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("the loss of step 3 is not finite; --detect-anomaly finds the op, layer") == 1
-    assert "the loss was not finite in 3 of 9 steps, from 3 to 7." in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        printed.count("the loss of step 3 is not finite; --detect-anomaly finds the op, layer") == 1
+    )
+    assert "the loss was not finite in 3 of 9 steps, from 3 to 7." in printed
 
 
 def test_nan_gradients_are_counted(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,8 +109,8 @@ def test_nan_gradients_are_counted(train: Train, capsys: pytest.CaptureFixture[s
         return loss + extra, 0.0, train_model.trainable_variables
 
     train(make_hooks(grad_pre=grad_pre), steps=6, virtual_devices=2)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "update_pre removed NaN from gradients in 1 of 6 steps." in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "update_pre removed NaN from gradients in 1 of 6 steps." in printed
 
 
 @pytest.mark.parametrize("removes", [True, False])
@@ -123,5 +128,5 @@ def test_update_pre_removes_nan_by_its_values(
         return [hidden, *others, last], gradients
 
     train(make_hooks(grad_pre=grad_pre, update_pre=update_pre), steps=1)
-    said = " ".join(capsys.readouterr().out.split())
-    assert ("update_pre removed NaN from gradients in 1 of 1 steps." in said) == removes
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("update_pre removed NaN from gradients in 1 of 1 steps." in printed) == removes

@@ -31,7 +31,7 @@ def sets_hooks(**sets: Any) -> Any:
     return hooks
 
 
-def test_each_set_equals_numpy(train: Train) -> None:
+def test_values_of_each_evaluation_set_equal_numpy(train: Train) -> None:
     """Each has metrics of its own, and elements of its own kind."""
     inputs, target = small.data(25)
     hooks = sets_hooks(a=small.data(7), b=(inputs.astype("float64"), target))
@@ -75,7 +75,7 @@ def test_several_sets_decide_and_are_evaluated_and_predicted(cli: Cli) -> None:
     assert "  test/error " in cli(None, command=("evaluate",)).out
     flags = ["--dataset", "test", "--include", "1", "--include", "0"]
     assert cli(None, *flags, command=("predict",)).code == 0
-    inputs, target = (part[37:] for part in small.data())  # all, whatever limit_eval says
+    inputs, target = (array[37:] for array in small.data())  # all, whatever limit_eval says
     with np.load("runs/a/predictions-test.npz") as file:
         np.testing.assert_array_equal(file["batch/0"], inputs)
         np.testing.assert_array_equal(file["batch/1"], target)
@@ -107,8 +107,8 @@ def in_branch(batch: Any) -> Any:
 def test_an_exchange_where_replicas_cannot_meet_is_refused(train: Train) -> None:
     """One replica meets itself anywhere."""
     for hook, compiled in ((in_function, False), (in_branch, False), (in_branch, True)):
-        hooks, said = make_hooks(input_pre=hook), "no exchange" if compiled else "merge_call"
-        with pytest.raises(ctl_core.SetupError, match=rf"^input_pre \(\w+.py:\d+\): .*{said}"):
+        hooks, message = make_hooks(input_pre=hook), "no exchange" if compiled else "merge_call"
+        with pytest.raises(ctl_core.SetupError, match=rf"^input_pre \(\w+.py:\d+\): .*{message}"):
             train(hooks, steps=1, virtual_devices=2, jit_compile=compiled)
     assert train(hooks, steps=2, jit_compile=True).step == 2
 
@@ -139,16 +139,16 @@ HOOKS = small.hooks(create_train_metrics=metrics, train_metric_pre=arguments)
 
 def by_hand() -> list[dict[str, float]]:
     """The lines of a plain loop, with the metrics of Keras."""
-    found, lines, model = metrics(), [], small.create_model()
+    metric_values, lines, model = metrics(), [], small.create_model()
     for step, batch in enumerate(small.create_dataset(16).repeat().take(STEPS), 1):
         output = model(batch[0])
         small.plain(1, model=model, batches=tf.data.Dataset.from_tensors(batch))
         loss = small.squared_error((output, batch[1]))
         for name, values in arguments(loss, output, batch).items():
-            found[name].update_state(*(values if isinstance(values, tuple) else (values,)))
+            metric_values[name].update_state(*(values if isinstance(values, tuple) else (values,)))
         if step % EVERY == 0 or step == STEPS:
-            lines.append({"step": step, **{n: float(m.result()) for n, m in found.items()}})
-            for metric in found.values():
+            lines.append({"step": step, **{n: float(m.result()) for n, m in metric_values.items()}})
+            for metric in metric_values.values():
                 metric.reset_state()
     return lines
 
@@ -160,7 +160,7 @@ def by_hand() -> list[dict[str, float]]:
         ((STEPS,), {"jit_compile": True}),
     ],
 )
-def test_they_are_those_of_a_plain_loop(
+def test_training_metrics_are_those_of_a_plain_loop(
     train: Train, ends: tuple[int, ...], settings: dict[str, Any]
 ) -> None:
     """Also of a run that goes on."""
@@ -169,8 +169,8 @@ def test_they_are_those_of_a_plain_loop(
         state = train(HOOKS, steps=steps, **settings)
     lines = {line["step"]: line for line in state.history if line["split"] == "train"}
     for line in by_hand():
-        found = {name: lines[line["step"]][name] for name in line}
-        assert found == pytest.approx(line, rel=1e-5)
+        reported = {name: lines[line["step"]][name] for name in line}
+        assert reported == pytest.approx(line, rel=1e-5)
 
 
 # ---- What an evaluation decides: hooks after it, the best checkpoint, early stop -----------------
@@ -180,11 +180,11 @@ OFTEN = {"eval_every": 5, "ckpt_every": 10, "learning_rate": 0.3}
 
 def evaluated_hooks(**more: Any) -> Any:
     inputs, target = regression_data()
-    own = {
+    evaluation = {
         "create_eval_dataset": sliced((inputs[:64], -target[:64])),  # gets worse as it learns
         "create_metrics": lambda: {"error": keras.metrics.MeanAbsoluteError()},
     }
-    return small.hooks(**{**own, **more})
+    return small.hooks(**{**evaluation, **more})
 
 
 def plateau(seen: list[Any]) -> Any:
@@ -210,12 +210,15 @@ def test_a_resumed_run_decides_as_a_whole_one_does(train: Train) -> None:
     state = train(
         evaluated_hooks(after_eval=plateau(whole)), steps=40, run_name="whole", **settings
     )
-    parts: list[Any] = []
+    resumed_lines: list[Any] = []
     for steps in (15, 40):
         resumed = train(
-            evaluated_hooks(after_eval=plateau(parts)), steps=steps, run_name="parts", **settings
+            evaluated_hooks(after_eval=plateau(resumed_lines)),
+            steps=steps,
+            run_name="parts",
+            **settings,
         )
-    assert parts == whole
+    assert resumed_lines == whole
     assert resumed.progress == state.progress
     assert_weights(resumed, state, rtol=0)
 
@@ -231,11 +234,11 @@ def test_hooks_may_be_several_save_and_end_training(train: Train) -> None:
         if step == 10:
             raise ctl_core.StopTraining("Enough.")
 
-    own = evaluated_hooks(after_eval=[lambda step: order.append(step), end])
-    state = train(own, steps=20, eval_every=5, ckpt_every=0)
+    hooks = evaluated_hooks(after_eval=[lambda step: order.append(step), end])
+    state = train(hooks, steps=20, eval_every=5, ckpt_every=0)
     assert order == [5, ("end", 5, ["error", "loss"]), 10, ("end", 10, ["error", "loss"])]
     (state.run_dir / "ckpt/engine/ckpt-10.json").unlink()
-    state = train(own, steps=20, eval_every=5, ckpt_every=0)
+    state = train(hooks, steps=20, eval_every=5, ckpt_every=0)
     assert (state.step, state.ended) == (10, True)
     assert {p.stem for p in (state.run_dir / "ckpt").rglob("*.json")} == {"ckpt-5", "ckpt-10"}
     state = train(evaluated_hooks(), steps=21, eval_every=5, ckpt_every=0)
@@ -243,7 +246,7 @@ def test_hooks_may_be_several_save_and_end_training(train: Train) -> None:
     assert_weights(state, whole, rtol=0)
 
 
-def test_early_stop_stops_where_that_of_keras_does(
+def test_early_stop_stops_where_keras_does(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (inputs, target), patience = regression_data(), 2
@@ -257,23 +260,23 @@ def test_early_stop_stops_where_that_of_keras_does(
         callbacks=[keras.callbacks.EarlyStopping("val_error", patience=patience)],
         verbose=0,
     )
-    own = evaluated_hooks(create_dataset=sliced((inputs[:80], target[:80])))
+    hooks = evaluated_hooks(create_dataset=sliced((inputs[:80], target[:80])))
     settings = {**OFTEN, "early_stop": f"error:{patience}"}
-    state = train(own, steps=200, **settings)
+    state = train(hooks, steps=200, **settings)
     assert state.ended and state.step == 5 * len(stopped.epoch)
-    said = capsys.readouterr().out
-    assert "early_stop: error was not better than" in said and "ended early: step" in said
-    assert train(own, steps=200, **settings).step == state.step  # it stays stopped
-    more = train(own, steps=400, **settings)
+    printed = capsys.readouterr().out
+    assert "early_stop: error was not better than" in printed and "ended early: step" in printed
+    assert train(hooks, steps=200, **settings).step == state.step  # it stays stopped
+    more = train(hooks, steps=400, **settings)
     assert more.step == state.step + 5 * patience  # and goes on where it is told to
 
 
-def test_a_metric_that_is_none_or_has_no_better(train: Train) -> None:
+def test_keep_best_without_metric_or_direction_is_refused(train: Train) -> None:
     metrics = {"error": keras.metrics.MeanAbsoluteError(), "own": keras.metrics.Mean()}
     metrics["val/accuracy"] = keras.metrics.Mean()
-    own = evaluated_hooks(create_metrics=lambda: metrics, metric_pre=lambda output, batch: {
+    hooks = evaluated_hooks(create_metrics=lambda: metrics, metric_pre=lambda output, batch: {
         "error": (batch[1], output), "own": (output,), "val/accuracy": (output,)})  # fmt: skip
     words_of = {"eror": "mean 'error'", "acc": "mean 'val/accuracy'", "own": "own:max"}
     for keep_best, words in words_of.items():
         with pytest.raises(ctl_core.SetupError, match=words):
-            train(own, keep_best=keep_best)
+            train(hooks, keep_best=keep_best)

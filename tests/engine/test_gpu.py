@@ -74,9 +74,9 @@ def assert_plain(state: Any, hooks: Any) -> None:
 
 @pytest.mark.parametrize("hooks", [small.hooks(), MIXED], ids=["dense", "mixed"])
 @pytest.mark.parametrize("ways", [{}, {"jit_compile": True}], ids=["graph", "executable"])
-def test_weights_are_those_of_a_plain_loop(train: Train, hooks: Any, ways: Any) -> None:
+def test_weights_on_a_gpu_are_those_of_a_plain_loop(train: Train, hooks: Any, ways: Any) -> None:
     state = train(hooks, **SETTINGS, **ways)
-    assert {one.value.device[-5:] for one in state.train_model.weights} == {"GPU:0"}
+    assert {weight.value.device[-5:] for weight in state.train_model.weights} == {"GPU:0"}
     assert_plain(state, hooks)
 
 
@@ -92,22 +92,22 @@ def test_replicas_do_not_drift_apart(
 @pytest.mark.parametrize("ways", [{}, {"jit_compile": True}], ids=["graph", "executable"])
 def test_half_precision_is_near_the_whole(train: Train, ways: Any) -> None:
     """Of a loss so small that, multiplied by 32768, its gradients do not overflow at once."""
-    own = small.hooks(create_loss=lambda: lambda pair: small.squared_error(pair) / 256)
+    hooks = small.hooks(create_loss=lambda: lambda pair: small.squared_error(pair) / 256)
     settings = {**SETTINGS, "learning_rate": 256 * small.RATE, "precision": "float16"}
-    rounded = train(own, **settings, **ways)
+    rounded = train(hooks, **settings, **ways)
     assert rounded.train_model.layers[0].compute_dtype == "float16"
     start, plain = small.create_model(), small.plain(SETTINGS["steps"])
     trained = zip(rounded.train_model.weights, plain.weights, start.weights, strict=True)
-    for found, whole, before in trained:
+    for half, whole, before in trained:
         far = np.abs(whole.numpy() - before.numpy()).max()
-        np.testing.assert_allclose(found.numpy(), whole.numpy(), rtol=0, atol=0.02 * far)
+        np.testing.assert_allclose(half.numpy(), whole.numpy(), rtol=0, atol=0.02 * far)
 
 
 def test_a_checkpoint_goes_to_the_cpu_and_back(train: Train) -> None:
-    own = small.hooks(create_eval_dataset=small.create_eval_dataset)
+    hooks = small.hooks(create_eval_dataset=small.create_eval_dataset)
     on_cpu = {"virtual_devices": 2, "strategy": "auto"}
     for steps, settings in ((7, {}), (13, on_cpu), (20, {"jit_compile": True})):
-        state = train(own, **{**SETTINGS, "steps": steps, **settings})
+        state = train(hooks, **{**SETTINGS, "steps": steps, **settings})
         place = "CPU" if "virtual_devices" in settings else "GPU"
         assert place in state.strategy.extended.worker_devices[0]
     plain = small.plain(SETTINGS["steps"])

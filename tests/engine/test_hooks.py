@@ -55,7 +55,7 @@ def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -
         train(hooks, run_name="ends")
 
 
-def test_the_table_is_there_without_docstrings() -> None:
+def test_hook_table_survives_python_without_docstrings() -> None:
     """As Python leaves them out with ``-OO``."""
     command = [sys.executable, "-OO", "-m", "ctl_core", "hooks"]
     assert subprocess.check_output(command, cwd=ROOT, text=True) == format_table()
@@ -172,7 +172,7 @@ def count_examples(batch: Any) -> Any:
     return leading_dimension(batch)
 
 
-def test_what_only_looks_like_a_default_is_called(train: Train) -> None:
+def test_hook_that_resembles_a_default_is_called(train: Train) -> None:
     with pytest.raises(ctl_core.SetupError, match="of 8 examples"):
         train(make_hooks(count_examples=count_examples), steps=1)
 
@@ -191,7 +191,7 @@ class Descent:
             variable.assign_sub(self.rate * gradient)
 
 
-def test_an_optimizer_of_ones_own_is_saved(train: Train) -> None:
+def test_users_optimizer_is_saved(train: Train) -> None:
     for steps in (2, 4):
         hooks = small.hooks(create_opt=lambda: Descent(0.1))
         state = train(hooks, steps=steps)
@@ -202,7 +202,7 @@ def test_an_optimizer_of_ones_own_is_saved(train: Train) -> None:
 # ---- state and chief, arguments of host hooks ----------------------------------------------------
 
 
-def test_a_run_that_falls_back_to_an_earlier_checkpoint_has_what_that_one_holds(
+def test_hook_state_falls_back_with_the_checkpoint(
     train: Train,
 ) -> None:
     def count(step: int, state: dict[str, Any]) -> None:
@@ -218,7 +218,7 @@ def test_a_run_that_falls_back_to_an_earlier_checkpoint_has_what_that_one_holds(
     assert train(hooks, steps=8).hook_state == {"steps": list(range(1, 9))}
 
 
-def test_the_refusal_names_the_hook_and_the_checkpoint_before_stays(train: Train) -> None:
+def test_hook_state_that_cannot_be_saved_is_refused(train: Train) -> None:
     def keep(step: int, loss: Any, state: dict[str, Any]) -> None:
         state["loss"] = loss if step == 4 else float(loss)
 
@@ -287,8 +287,11 @@ def hooks_of(block: str, folder: Path) -> dict[str, Any]:
     return {name: shown[name] for name in SPECS if name in shown}
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if "turns" not in block])
-def test_what_is_shown_trains(train: Train, tmp_path: Path, block: str) -> None:
+SHOWN = [block for block in BLOCKS if "turns" not in block]
+
+
+@pytest.mark.parametrize("block", small.slow_but(*SHOWN[::3], of=SHOWN))
+def test_hooks_shown_in_documents_train(train: Train, tmp_path: Path, block: str) -> None:
     hooks = hooks_of(block.replace("00:", ":"), tmp_path)  # 500: of so few steps
     assert hooks
     base = {"create_model": Followed, "create_eval_dataset": sliced(regression_data())}
@@ -315,15 +318,15 @@ class Images(keras.Model):
         return self.critic(inputs)[:, 0], self.critic(self.generator(inputs[:, :3]))[:, 0]
 
 
-def test_the_gan_that_is_shown_trains(train: Train, tmp_path: Path) -> None:
+def test_gan_shown_in_documents_trains(train: Train, tmp_path: Path) -> None:
     (block,) = (block for block in BLOCKS if "turns" in block)
-    own = {"create_model": Images, "create_loss": lambda: lambda loss: loss}
-    state = train(make_hooks(**own, **hooks_of(block, tmp_path)), steps=12)
-    updates = {name: int(one.iterations) for name, one in state.optimizer.items()}
+    hooks = {"create_model": Images, "create_loss": lambda: lambda loss: loss}
+    state = train(make_hooks(**hooks, **hooks_of(block, tmp_path)), steps=12)
+    updates = {name: int(optimizer.iterations) for name, optimizer in state.optimizer.items()}
     assert updates == {"critic": 36, "generator": 12}
 
 
-def test_what_else_is_shown_is_understood(
+def test_listener_and_flags_shown_in_documents_work(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The listener hears a run, and the flags of a sweep's trial are settings."""
@@ -341,7 +344,7 @@ def test_what_else_is_shown_is_understood(
     assert (config.learning_rate, config.hparams) == (0.01, {"width": 32})
 
 
-def test_the_loop_that_is_shown_has_the_weights_of_its_hooks(
+def test_loop_shown_in_documents_has_the_weights_of_its_hooks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On two devices, by the command that is shown; at a rate so high, a rounding grows."""
@@ -361,8 +364,8 @@ def test_the_loop_that_is_shown_has_the_weights_of_its_hooks(
     assert float(state.lr) == float(loop["optimizer"].learning_rate) == 0.25
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-def test_the_two_towers_that_are_shown_have_the_weights_of_a_loop(
+@pytest.mark.parametrize("devices", small.slow_but(3, of=[1, 3]))
+def test_two_towers_shown_in_documents_have_the_weights_of_a_loop(
     train: Train, devices: int
 ) -> None:
     """Of 64 pairs on three devices, the first device has one row more than the others."""

@@ -75,8 +75,8 @@ def test_an_optimizer_that_copies_weights(
         hooks, **small.settings(STEPS, run_name="b", init_from="source", virtual_devices=devices)
     )
     compare.assert_close(state.train_model.weights, expected.weights)
-    found = [v for v in state.optimizer.variables if not v.path.endswith("learning_rate")]
-    compare.assert_close(found, kept)
+    variables = [v for v in state.optimizer.variables if not v.path.endswith("learning_rate")]
+    compare.assert_close(variables, kept)
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ class HeadForEvaluation(keras.Model):
         return output if training else self.scale(output)
 
 
-@pytest.mark.parametrize("kind", ["run", "weights.h5"])
+@pytest.mark.parametrize("kind", small.slow_but("run", of=["run", "weights.h5"]))
 def test_a_layer_that_only_evaluations_call(train: engine.Train, tmp_path: Path, kind: str) -> None:
     def change_scale(train_model: HeadForEvaluation) -> None:
         train_model.scale.kernel.assign([[3.0]])
@@ -276,10 +276,15 @@ def find_line(lines: str, setting: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["run", *small.slow_but(of=["step", "keras", "weights.h5", "saved_model"])]
+    ("kind", "devices"),
+    [
+        ("run", 2),
+        *small.slow_but(
+            of=[("run", 1), ("step", 2), ("keras", 2), ("weights.h5", 2), ("saved_model", 2)]
+        ),
+    ],
 )
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_another_head(
+def test_run_with_another_head_begins_with_the_other_layers(
     train: engine.Train,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -320,7 +325,7 @@ def test_another_head(
     assert "hidden" not in skipped
 
 
-def test_what_does_not_fit_is_listed(train: engine.Train) -> None:
+def test_variables_that_do_not_fit_are_listed(train: engine.Train) -> None:
     """A layer of the same name and other shape, one that is missing, and a misspelt pattern."""
 
     def create_deeper() -> keras.Model:
@@ -383,7 +388,7 @@ def test_a_layer_that_only_evaluations_call_is_skipped(train: engine.Train) -> N
     compare.assert_same(state.train_model.body.weights, source.train_model.body.weights)
 
 
-@pytest.mark.parametrize("kind", ["run", "weights.h5"])
+@pytest.mark.parametrize("kind", small.slow_but("weights.h5", of=["run", "weights.h5"]))
 def test_adapters_and_the_weights_of_the_base(
     train: engine.Train, tmp_path: Path, kind: str
 ) -> None:

@@ -126,16 +126,20 @@ class Project:
     def tensors(self, run: str) -> dict[str, bytes]:
         """Reads the last checkpoint, all but the data pipeline's own serialized form."""
         return {
-            f"{part}/{key}": np.asarray(value).tobytes()
-            for part in ("", "engine")
-            for key, value in read_checkpoint(self.folder / "runs" / run, self.steps, part).items()
+            f"{folder}/{key}": np.asarray(value).tobytes()
+            for folder in ("", "engine")
+            for key, value in read_checkpoint(
+                self.folder / "runs" / run, self.steps, folder
+            ).items()
             if "ITERATOR" not in key
         }
 
     def compare(self, run: str, whole: str) -> None:
         """Compares two runs bit for bit: all that is saved, and each line of the metrics."""
-        expected, found = self.tensors(whole), self.tensors(run)
-        assert {key for key in {*expected, *found} if expected.get(key) != found.get(key)} == set()
+        expected, actual = self.tensors(whole), self.tensors(run)
+        assert {
+            key for key in {*expected, *actual} if expected.get(key) != actual.get(key)
+        } == set()
         lines = self.lines(run)
         trained = [line["step"] for line in lines if line["split"] == "train"]
         assert trained == [*range(1, self.steps + 1)], "each step once"
@@ -143,12 +147,12 @@ class Project:
 
     def processes(self) -> list[int]:
         """Returns what still runs in the project's folder."""
-        found = []
+        pids = []
         for path in Path("/proc").glob("[0-9]*/cwd"):
             with contextlib.suppress(OSError):
                 if path.readlink() == self.folder.resolve():
-                    found.append(int(path.parent.name))
-        return found
+                    pids.append(int(path.parent.name))
+        return pids
 
     def marks(self, run: str, kind: str) -> set[Any]:
         """Returns what shows how far a run is: its files of checkpoints, or how much it said."""
@@ -220,17 +224,17 @@ def train_and_kill(project: Project, plan: Iterator[Moment], kills: int) -> list
 
 def find_workers(supervisor: int) -> list[int]:
     """Returns the processes of the workers that run under a supervisor."""
-    found = []
+    workers = []
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text()
         for pid in children.split():
             with contextlib.suppress(OSError):
                 if b"TF_CONFIG=" in Path(f"/proc/{pid}/environ").read_bytes():
-                    found.append(int(pid))
-    return found
+                    workers.append(int(pid))
+    return workers
 
 
-def test_one_process(tmp_path: Path) -> None:
+def test_run_of_one_process_survives_any_kill(tmp_path: Path) -> None:
     project = Project(tmp_path, steps=300).make()
     startup = project.train_whole("whole")
     for run in train_and_kill(project, draw_moments(3, startup), kills=10):
@@ -245,7 +249,7 @@ def until_none_is_left(project: Project) -> None:
 
 
 @pytest.mark.cluster
-def test_a_cluster(tmp_path: Path) -> None:
+def test_run_of_a_cluster_survives_any_kill(tmp_path: Path) -> None:
     """Its supervisor is terminated and killed, then its workers are killed."""
     project = Project(tmp_path, steps=60, workers=2).make()
     project.train_whole("whole")
@@ -315,7 +319,7 @@ def start(project: Project) -> list[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.cluster
-def test_a_host_is_lost(hosts: list[str], tmp_path: Path) -> None:
+def test_run_survives_the_loss_of_a_host(hosts: list[str], tmp_path: Path) -> None:
     """All end with the code of a lost peer, and the run goes on."""
     project = Project(tmp_path, steps=30).make()
     both = start(project)

@@ -148,10 +148,12 @@ def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         tf.config, "list_physical_devices", lambda kind: gpus if kind == "GPU" else ["cpu"]
     )
-    monkeypatch.setattr(tf.config, "set_visible_devices", lambda *own: seen.append(own))
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda *arguments: seen.append(arguments))
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda _: seen[0][0] if seen else gpus)
     monkeypatch.setattr(tf.config, "set_logical_device_configuration", lambda *_: None)
-    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda *own: seen.append(own))
+    monkeypatch.setattr(
+        tf.config.experimental, "set_memory_growth", lambda *arguments: seen.append(arguments)
+    )
 
     def prepare(workers: int, devices: int = 1, shares: bool = True) -> list[Any]:
         seen.clear()
@@ -208,7 +210,7 @@ if start <= 2:
     assert len(pids()) == 6 and not any(map(alive, pids()))
 
 
-def test_restarts_are_used_up(capfd: Captured) -> None:
+def test_supervisor_gives_up_after_the_last_restart(capfd: Captured) -> None:
     """All that ended are named: what the others made of it, too."""
     body = "sys.exit(75) if index else os.kill(os.getpid(), signal.SIGSEGV)"
     with pytest.raises(RunError, match=r"worker 0 was killed by SIGSEGV.* max_restarts is 1"):
@@ -218,7 +220,7 @@ def test_restarts_are_used_up(capfd: Captured) -> None:
     assert len(pids()) == 4
 
 
-def test_the_users_failure_is_told_once(capfd: Captured) -> None:
+def test_failure_of_a_hook_is_printed_once(capfd: Captured) -> None:
     shows = 'print("Traceback ...\\nerror: hook broken in", index, file=sys.stderr)\n'
     assert run(shows + "sys.exit(1)") == 1
     assert capfd.readouterr().err.count("error:") == 1
@@ -315,7 +317,9 @@ def tf_config(cluster: object, job: str, index: object) -> dict[str, str]:
         ({"worker": HOSTS, "ps": ["e:5"]}, "ps", 0, Task(kind="ps")),
     ],
 )
-def test_what_a_process_is(cluster: Any, job: str, index: Any, expected: Task) -> None:
+def test_tf_config_tells_what_a_process_is(
+    cluster: Any, job: str, index: Any, expected: Task
+) -> None:
     environ = tf_config(cluster, job, index)
     assert read_task(Config(run_name="a"), environ) == expected
     assert read_task(Config(strategy="mirrored"), environ) == Task()
@@ -335,7 +339,7 @@ def test_a_cluster_that_cannot_train_is_refused(cluster: Any, job: str, index: i
         read_task(Config(run_name="a"), tf_config(cluster, job, index))
 
 
-def test_settings_that_do_not_fit() -> None:
+def test_settings_that_a_cluster_cannot_have_are_refused() -> None:
     with pytest.raises(SetupError, match="run_name: a cluster needs one"):
         read_task(Config(), tf_config({"worker": HOSTS}, "worker", 1))
     with pytest.raises(SetupError, match=r"multi_worker needs TF_CONFIG .* --workers K"):
@@ -368,7 +372,7 @@ def test_a_ps_ends_at_once_and_an_evaluator_watches_the_run(
     assert called == [("a", 1, {"checkpoint": None, "watch": True})]
 
 
-def test_a_wait_names_who_does_not_answer_and_ends(
+def test_wait_for_peers_names_silent_addresses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tasks, "PATIENCE", 0.1)

@@ -64,6 +64,7 @@ def loss_pre(output):
 """
 
 
+@pytest.mark.slow
 def test_nested_inputs_have_names_in_files_and_signatures(cli: Cli) -> None:
     assert cli(NESTED, command=FLAGS).code == 0
     assert cli(None, command=("export",)).err == ""
@@ -81,15 +82,15 @@ def test_nested_inputs_have_names_in_files_and_signatures(cli: Cli) -> None:
     by_name = exported(**{name: tf.constant(array) for name, array in arrays.items()})
     with np.load("runs/a/predictions-x.npz") as file:
         assert set(file) == set(by_name) == {"near", "all/far"}
-        for found in (file["all/far"], by_name["all/far"]):
-            np.testing.assert_array_equal(found, output["all"]["far"])
+        for values in (file["all/far"], by_name["all/far"]):
+            np.testing.assert_array_equal(values, output["all"]["far"])
     arrays["others/negative"] = x[2, :3]
     np.savez("x.npz", **arrays)
     outcome = cli(None, "--input", "x.npz", command=("predict",))
     refused(outcome, "others/negative [3, 4]", "as many examples each")
 
 
-def test_inputs_and_models_that_do_not_fit(train: Train) -> None:
+def test_inputs_and_models_that_do_not_fit_are_refused(train: Train) -> None:
     """Numbers are cut off nowhere: where they would be, they are refused."""
     number = tf.function(input_signature=[{"n": tf.TensorSpec([None], tf.uint8)}])
     serve = number(lambda inputs: tf.one_hot(inputs["n"], small.FEATURES))
@@ -100,12 +101,13 @@ def test_inputs_and_models_that_do_not_fit(train: Train) -> None:
     for wrong in ({"n": [1.5]}, {"n": [300]}, {"n": [[1]]}, {"m": [1]}, [1]):
         with pytest.raises(ctl_core.SetupError, match=r"^input: expected n uint8 \(None,\): "):
             served(wrong)
-    own = small.hooks(create_inference_model=lambda model: keras.layers.Dense(2))
+    hooks = small.hooks(create_inference_model=lambda model: keras.layers.Dense(2))
     with pytest.raises(ctl_core.SetupError, match="no checkpoint holds it"):
-        ctl_core.load(state.run_dir, callbacks=own)
+        ctl_core.load(state.run_dir, callbacks=hooks)
 
 
-def test_what_the_page_shows_works(cli: Cli) -> None:
+@pytest.mark.slow
+def test_serving_hooks_shown_in_documents_work(cli: Cli) -> None:
     """The hooks of docs/recipes.md, for images of 8 by 8 that clients send as files."""
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -115,11 +117,11 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     served = ctl_core.load("runs/a")
     pixels = np.random.default_rng(1).integers(0, 256, (4, 8, 8, 1)).astype("uint8")
     sent = [tf.io.encode_png(image).numpy() for image in pixels]
-    found = served(sent).numpy()
-    np.testing.assert_allclose(found.sum(1), 1.0, rtol=1e-5)
+    answer = served(sent).numpy()
+    np.testing.assert_allclose(answer.sum(1), 1.0, rtol=1e-5)
     network = served.model.__closure__[0].cell_contents
     expected = tf.nn.softmax(network(pixels.astype("float32") / 255.0, training=False))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(answer, expected, rtol=1e-5)
     np.savez("x.npz", np.array(sent, object).astype(bytes))
     for words in (("predict", "--input", "x.npz"), ("predict",), ("export",)):
         assert cli(None, *words[1:], command=words[:1]).code == 0
@@ -127,9 +129,9 @@ def test_what_the_page_shows_works(cli: Cli) -> None:
     outcome = cli(None, "--input", "o.npy", command=("predict",))
     assert outcome.code == 2 and "o.npy: expected arrays of numbers, texts or bytes" in outcome.err
     exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
-    np.testing.assert_array_equal(exported(inputs=tf.constant(sent))["output"], found)
+    np.testing.assert_array_equal(exported(inputs=tf.constant(sent))["output"], answer)
     with np.load("runs/a/predictions-x.npz") as file:
-        np.testing.assert_array_equal(file["output"], found)
+        np.testing.assert_array_equal(file["output"], answer)
     with np.load("runs/a/predictions.npz") as file:  # of batches, which are no files: input_pre
         expected = tf.nn.softmax(network(sys.modules["callbacks"].x[:16], training=False))
         np.testing.assert_allclose(file["output"][:16], expected, rtol=1e-5)
@@ -151,7 +153,7 @@ def test_functions_around_the_model_are_evaluated_predicted_and_exported_without
     """So are layers in the hooks around the model, which are as in Keras while it trains."""
     augment, extra = Noise(), Noise()
     inputs, target = small.data(32)  # batches of training's shape, for which functions are traced
-    own = make_hooks(
+    hooks = make_hooks(
         create_model=lambda: small.model_with(keras.layers.BatchNormalization(), Noise()),
         create_eval_model=lambda train_model: lambda inputs: 3.0 * train_model(inputs),
         create_eval_dataset=small.slices((inputs, target)),
@@ -160,19 +162,19 @@ def test_functions_around_the_model_are_evaluated_predicted_and_exported_without
         loss_pre=lambda output, batch: (extra(output), batch[1]),
         metric_pre=lambda output: (extra(output),),
     )
-    state = train(own, steps=3)
+    state = train(hooks, steps=3)
     expected = 3.0 * state.train_model(inputs, training=False).numpy()
     assert state.metrics["loss"] == pytest.approx(((expected - target) ** 2).mean(), rel=1e-5)
     assert state.metrics["mean"] == pytest.approx(expected.mean(), rel=1e-5)
-    served = ctl_core.load(state.run_dir, callbacks=own)
+    served = ctl_core.load(state.run_dir, callbacks=hooks)
     np.testing.assert_allclose(served(inputs), expected, rtol=1e-5, atol=1e-6)
 
-    own.create_inference_model = lambda model: tf.function(lambda inputs: 2.0 * model(inputs))
-    own.serve = lambda inputs: augment(inputs)
-    with np.load(use.predict(own, state.config)) as file:
+    hooks.create_inference_model = lambda model: tf.function(lambda inputs: 2.0 * model(inputs))
+    hooks.serve = lambda inputs: augment(inputs)
+    with np.load(use.predict(hooks, state.config)) as file:
         predicted = file["output"]
     np.testing.assert_allclose(predicted, 2.0 * expected, rtol=1e-5, atol=1e-6)
-    exported = tf.saved_model.load(str(use.export(own, state.config)))
+    exported = tf.saved_model.load(str(use.export(hooks, state.config)))
     np.testing.assert_allclose(exported.serve(inputs), predicted, rtol=1e-5, atol=1e-6)
 
 
@@ -187,8 +189,8 @@ def sentences(per_replica_batch_size: int = 2) -> tf.data.Dataset:
     The positions of the tokens are no rows, so that each batch is the share of a replica.
     """
     tokens = tf.ragged.range(1, tf.constant(LENGTHS) + 1)
-    made = tf.data.Dataset.from_tensor_slices((tokens, tokens % 2))
-    dense = made.map(lambda x, y: (tf.convert_to_tensor(x), tf.convert_to_tensor(y)))
+    dataset = tf.data.Dataset.from_tensor_slices((tokens, tokens % 2))
+    dense = dataset.map(lambda x, y: (tf.convert_to_tensor(x), tf.convert_to_tensor(y)))
     batches = dense.padded_batch(per_replica_batch_size, ([None], [None]), drop_remainder=True)
     return batches.map(lambda x, y: ((x, tf.range(tf.shape(x)[1])), y))
 

@@ -93,8 +93,8 @@ def hooks_of(cell: int, width: int, body: str = "pass") -> SimpleNamespace:
 
 
 def train(runs_dir: str, name: str, width: int, body: str = "pass", settings: Any = None) -> Any:
-    own: dict[str, Any] = {"steps": 10, "batch_size": 20, "eval_every": 5, "ckpt_every": 5}
-    config = ctl_core.Config(**own, runs_dir=runs_dir, run_name=name, **(settings or {}))
+    defaults: dict[str, Any] = {"steps": 10, "batch_size": 20, "eval_every": 5, "ckpt_every": 5}
+    config = ctl_core.Config(**defaults, runs_dir=runs_dir, run_name=name, **(settings or {}))
     return ctl_core.train(hooks_of(abs(hash(name)), width, body), config)
 
 
@@ -165,14 +165,14 @@ def test_each_run_trains_as_in_a_process_of_its_own(
 @pytest.mark.slow
 def test_in_a_thread_and_after_a_cell_that_was_interrupted(folder: Path) -> None:
     """Which saves the run."""
-    expected, found = weights_of(train(str(folder), "expected", width=8)), []
-    thread = threading.Thread(target=lambda: found.append(train(str(folder), "thread", width=8)))
+    expected, trained = weights_of(train(str(folder), "expected", width=8)), []
+    thread = threading.Thread(target=lambda: trained.append(train(str(folder), "thread", width=8)))
     thread.start()
     thread.join()
     body = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     stopped = train(str(folder), "stopped", width=8, body=body)
     assert (stopped.step, stopped.stopped_by) == (7, signal.SIGINT)
-    for state in (found[0], train(str(folder), "stopped", width=8)):
+    for state in (trained[0], train(str(folder), "stopped", width=8)):
         for ours, theirs in zip(weights_of(state), expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)
 
@@ -187,8 +187,8 @@ def test_a_module_that_was_edited_and_reloaded(
     module = importlib.import_module("notebook_hooks")
 
     def train_module(name: str) -> Any:
-        own: dict[str, Any] = {"runs_dir": str(tmp_path), "run_name": name}
-        return ctl_core.train(module, ctl_core.Config(steps=2, batch_size=20, **own))
+        defaults: dict[str, Any] = {"runs_dir": str(tmp_path), "run_name": name}
+        return ctl_core.train(module, ctl_core.Config(steps=2, batch_size=20, **defaults))
 
     train_module("a")
     edited = "# Edited.\n" + source.replace("Dense(8", "Dense(9").replace("* 0.5", "* tf.nothing")

@@ -132,9 +132,9 @@ def test_growing_fraction_takes_from_train_only(
 @few
 @given(keys_of_examples, st.integers(1, 10))
 def test_fold_depends_on_the_key_alone(keys: list[str], folds: int) -> None:
-    found = fold_of(keys, folds).numpy()
-    assert ((found >= 0) & (found < folds)).all()
-    assert [int(fold_of(key, folds)) for key in keys] == found.tolist()
+    actual = fold_of(keys, folds).numpy()
+    assert ((actual >= 0) & (actual < folds)).all()
+    assert [int(fold_of(key, folds)) for key in keys] == actual.tolist()
 
 
 # ---- Schedule ----------------------------------------------------------------------------------

@@ -70,12 +70,14 @@ PIPELINES: dict[str, Callable[[Path], tf.data.Dataset]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [name if index % 8 == 0 else pytest.param(name, marks=pytest.mark.slow)
+    [name if index == 0 else pytest.param(name, marks=pytest.mark.slow)
      for index, name in enumerate(PIPELINES)],
 )  # fmt: skip
-def test_the_order_of_a_plain_loop(train: Train, tmp_path: Path, name: str) -> None:
+def test_data_are_read_in_the_order_of_a_plain_loop(
+    train: Train, tmp_path: Path, name: str
+) -> None:
     """In epochs, and in parts, which end around the ends of passes."""
-    inputs, target = (tf.constant(part[:EXAMPLES]) for part in regression_data())
+    inputs, target = (tf.constant(array[:EXAMPLES]) for array in regression_data())
 
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
         return PIPELINES[name](tmp_path).batch(per_replica_batch_size).map(
@@ -102,8 +104,8 @@ def test_the_order_of_a_plain_loop(train: Train, tmp_path: Path, name: str) -> N
     batches = (batch for batch in stream if len(batch) == BATCH)  # a pass ends with its last whole
     expected = [next(batches) for _ in range(14)]
     assert read("parts", 4, 7, 14) == expected
-    found = read("epochs", 0, steps=None, epochs=2)
-    assert len(found) >= 6 and found == expected[: len(found)] + found[14:]
+    passes = read("epochs", 0, steps=None, epochs=2)
+    assert len(passes) >= 6 and passes == expected[: len(passes)] + passes[14:]
 
 
 def test_every_evaluation_reads_the_same(train: Train) -> None:
@@ -128,6 +130,7 @@ def test_every_evaluation_reads_the_same(train: Train) -> None:
 # ---- Other ways to read ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_overfitting_more_batches_than_there_are_goes_on_into_the_next_pass(train: Train) -> None:
     settings = {"batch_size": small.BATCH, "learning_rate": small.RATE, "virtual_devices": 2}
     state = train(small.hooks(), steps=20, overfit_batches=7, accumulate_steps=2, **settings)
@@ -141,8 +144,8 @@ def test_elements_whose_tensors_differ_in_size_need_a_hook(train: Train) -> None
     graphs = tf.data.Dataset.from_tensor_slices((atoms, tf.ones([40, 1]))).batch(4)
     wide = graphs.map(lambda x, y: (tf.cast(x.values[:, None], tf.float32) * tf.ones([5]), y))
     hooks = make_hooks(create_dataset=lambda: wide)
-    said = r"create_dataset \(test_reading.*differ in their first"
-    with pytest.raises(ctl_core.SetupError, match=said):
+    message = r"create_dataset \(test_reading.*differ in their first"
+    with pytest.raises(ctl_core.SetupError, match=message):
         train(hooks, batch_size=4, steps=10)
 
 

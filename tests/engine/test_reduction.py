@@ -71,8 +71,8 @@ def test_micro_batches_run_one_after_the_other(train: Train) -> None:
             return watched(inputs * self.first) @ self.second
 
     train(make_hooks(create_model=Model), steps=2, accumulate_steps=4)
-    one = ["forward begins", "forward ends", "backward begins", "backward ends"]
-    assert events == one * 8
+    micro_batch = ["forward begins", "forward ends", "backward begins", "backward ends"]
+    assert events == micro_batch * 8
 
 
 def test_an_update_by_one_replicas_batch_is_found_and_named(train: Train, tmp_path: Path) -> None:
@@ -118,25 +118,25 @@ def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(train: 
 
     For each micro-batch it is refused, and has taken no step then.
     """
-    made = SimpleNamespace()
+    created = SimpleNamespace()
 
     def create_model() -> keras.Model:
-        made.scale, made.optimizer = keras.Variable([1.0]), keras.optimizers.SGD(0.1)
-        made.optimizer.build([made.scale])
+        created.scale, created.optimizer = keras.Variable([1.0]), keras.optimizers.SGD(0.1)
+        created.optimizer.build([created.scale])
         return small.create_model()
 
     def grad_pre(loss: Any, batch: Any, train_model: Any) -> Any:
         gradient = tf.reduce_sum(batch[1])[None] / BATCH
-        made.optimizer.apply_gradients([(gradient, made.scale)])
+        created.optimizer.apply_gradients([(gradient, created.scale)])
         return loss, 0.0, train_model.trainable_variables
 
     hooks = make_hooks(create_model=create_model, grad_pre=grad_pre)
     train(hooks, steps=1, virtual_devices=2)
     expected = 1.0 - 0.1 * regression_data()[1][:BATCH].mean()
-    np.testing.assert_allclose(made.scale.numpy(), [expected], rtol=1e-5)
+    np.testing.assert_allclose(created.scale.numpy(), [expected], rtol=1e-5)
     with pytest.raises(ctl_core.SetupError, match="grad_pre: applies an optimizer by itself"):
         train(hooks, steps=1, accumulate_steps=2, run_name="refused")
-    assert made.scale.numpy() == [1.0]
+    assert created.scale.numpy() == [1.0]
 
 
 # ---- What Keras' optimizers do; with rows of an embedding that come more than once ---------------
@@ -180,8 +180,8 @@ def test_an_option_of_a_keras_optimizer_does_what_it_does_in_a_plain_loop(
     expected = by_keras(**options)
     assert np.abs(expected[0] - by_keras()[0]).max() > 1e-3 or "use_ema" in options
     state = train(with_options(**options), steps=STEPS, learning_rate=RATE, **settings)
-    found = [*state.train_model.get_weights(), *(v.numpy() for v in state.optimizer.variables)]
-    for value, other in zip(found, expected, strict=True):
+    trained = [*state.train_model.get_weights(), *(v.numpy() for v in state.optimizer.variables)]
+    for value, other in zip(trained, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
 
 
@@ -220,8 +220,8 @@ class Noisy(keras.Model):
 
 
 def vae_loss(loss_input: Any) -> Any:
-    (made, mean), inputs = loss_input
-    return tf.reduce_mean(tf.reduce_sum((made - inputs) ** 2, 1) + 0.5 * tf.reduce_sum(mean**2, 1))
+    (image, mean), inputs = loss_input
+    return tf.reduce_mean(tf.reduce_sum((image - inputs) ** 2, 1) + 0.5 * tf.reduce_sum(mean**2, 1))
 
 
 def mean_error(pair: Any) -> Any:
@@ -237,7 +237,7 @@ def signed(pair: Any) -> Any:
 
 
 @pytest.mark.parametrize(("loss", "replicas"), [(vae_loss, 1), (mean_error, 3), (signed, 1)])
-def test_a_mean_is_refused(train: Train, loss: Loss, replicas: int) -> None:
+def test_loss_that_is_a_mean_is_refused(train: Train, loss: Loss, replicas: int) -> None:
     more: dict[str, Any] = {}
     if loss is vae_loss:
         more = {"create_model": Noisy, "loss_pre": lambda output, batch: (output, batch[0])}
@@ -267,16 +267,18 @@ TRAINS: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("name", TRAINS)
-def test_what_is_no_mean_trains(
+def test_losses_that_are_no_means_train(
     train: Train, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(make_hooks(create_loss=lambda: TRAINS[name]), steps=1).step == 1
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert len(said) == (name == "a root"), said
-    assert all("create_loss (test_reduction.py" in line and "as a whole" in line for line in said)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == (name == "a root"), warnings
+    assert all(
+        "create_loss (test_reduction.py" in line and "as a whole" in line for line in warnings
+    )
 
 
-def test_what_is_tried_changes_nothing(train: Train) -> None:
+def test_search_for_means_changes_nothing(train: Train) -> None:
     """Neither the order of the data, nor random numbers, nor what the forward pass writes."""
 
     def hooks(loss: Loss) -> Any:
@@ -296,7 +298,7 @@ def test_what_is_tried_changes_nothing(train: Train) -> None:
 
 
 def test_a_step_that_weighs_nothing_changes_nothing(train: Train) -> None:
-    inputs, target = (part.copy() for part in regression_data())
+    inputs, target = (array.copy() for array in regression_data())
     target[40:48] = 99.0  # of the sixth step
     hooks = make_hooks(
         create_dataset=sliced((inputs, target)),
@@ -321,7 +323,7 @@ def weighted_hooks(weight: Any = WEIGHTS, **hooks: Any) -> SimpleNamespace:
     arrays = *small.data(48), weight
     return small.hooks(
         create_dataset=small.slices(arrays),
-        create_eval_dataset=small.slices(tuple(part[:23] for part in arrays)),
+        create_eval_dataset=small.slices(tuple(array[:23] for array in arrays)),
         create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
         **hooks,
     )
@@ -336,8 +338,8 @@ def test_sample_weights_are_those_of_keras_fit(train: Train, weight: Any, device
     model.compile(keras.optimizers.SGD(0.1), "mse", weighted_metrics=[error])
     model.fit(inputs, target, 8, sample_weight=WEIGHTS, shuffle=False, verbose=0)
     assert_weights(state, model, rtol=1e-5)
-    found = model.evaluate(inputs[:23], target[:23], 8, sample_weight=WEIGHTS[:23], verbose=0)
-    np.testing.assert_allclose([state.metrics["loss"], state.metrics["error"]], found, rtol=1e-5)
+    values = model.evaluate(inputs[:23], target[:23], 8, sample_weight=WEIGHTS[:23], verbose=0)
+    np.testing.assert_allclose([state.metrics["loss"], state.metrics["error"]], values, rtol=1e-5)
 
 
 NO_WEIGHTS: dict[str, SimpleNamespace] = {
@@ -357,6 +359,6 @@ NO_WEIGHTS: dict[str, SimpleNamespace] = {
 
 
 @pytest.mark.parametrize("message", NO_WEIGHTS)
-def test_what_is_no_weight_or_cannot_be_weighted_is_refused(train: Train, message: str) -> None:
+def test_wrong_sample_weights_are_refused(train: Train, message: str) -> None:
     with pytest.raises(ctl_core.SetupError, match=message):
         train(NO_WEIGHTS[message], steps=1, batch_size=8)

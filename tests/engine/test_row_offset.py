@@ -39,13 +39,13 @@ def test_replicas_without_rows_have_a_placeholder_of_one_row() -> None:
     assert find_offsets(2) == [0, 1, 2]
 
 
-def test_one_device_begins_at_zero() -> None:
+def test_row_offset_of_one_device_is_zero() -> None:
     assert int(ctl_core.row_offset()) == 0
     with place_rows(lambda: tf.constant(5)):
         assert int(ctl_core.row_offset()) == 0
 
 
-def test_outside_of_a_step_it_is_zero_on_several_devices() -> None:
+def test_row_offset_outside_of_a_step_is_zero() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     offsets = strategy.experimental_local_results(strategy.run(ctl_core.row_offset))
     assert [int(offset) for offset in offsets] == [0, 0]

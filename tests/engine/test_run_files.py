@@ -101,7 +101,7 @@ def test_folders_of_a_run_may_be_links_and_hooks_change_the_folder(
 
 
 @pytest.mark.slow
-def test_another_file_is_used_and_one_that_has_changed_or_gone_is_said(
+def test_changed_or_missing_callbacks_file_is_reported(
     project: Path,
     ctl: Ctl,
     monkeypatch: pytest.MonkeyPatch,
@@ -163,8 +163,8 @@ def tags(folder: str) -> list[tuple[int, str]]:
     return [(event.step, value.tag) for event in events for value in event.summary.value]
 
 
-def close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
-    return found == [pytest.approx(line, rel=1e-6) for line in expected]
+def close(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    return actual == [pytest.approx(line, rel=1e-6) for line in expected]
 
 
 def test_an_ended_run_is_evaluated_from_its_first_checkpoint_on(
@@ -173,11 +173,16 @@ def test_an_ended_run_is_evaluated_from_its_first_checkpoint_on(
     before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
     capsys.readouterr()
     assert main(["evaluate", "--watch"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "runs/a: watching; the values go to runs/a/watch.jsonl."
-    assert [line.split("  ")[0] for line in said[1:-1]] == ["step 2", "step 4", "step 6", "step 8"]
-    assert all(line.split("  ")[1].startswith("eval: loss ") for line in said[1:-1])
-    assert said[-1] == "runs/a: has ended; checkpoints evaluated: 4."
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "runs/a: watching; the values go to runs/a/watch.jsonl."
+    assert [line.split("  ")[0] for line in printed[1:-1]] == [
+        "step 2",
+        "step 4",
+        "step 6",
+        "step 8",
+    ]
+    assert all(line.split("  ")[1].startswith("eval: loss ") for line in printed[1:-1])
+    assert printed[-1] == "runs/a: has ended; checkpoints evaluated: 4."
     assert close(lines("a"), lines("a", "metrics.jsonl", "eval"))
     assert tags("runs/a/tb/watch") == [(n, t) for n in (2, 4, 6, 8) for t in ("loss", "error")]
     assert {path: path.read_bytes() for path in before} == before

@@ -31,10 +31,10 @@ from tests.helpers.project import EVALUATED, Cli, Train, refused
 class Heard(ctl_core.Listener):
     """Keeps what it hears, and looks at what is on the disk then."""
 
-    made: ClassVar[list[Any]] = []
+    instances: ClassVar[list[Any]] = []
 
     def __init__(self) -> None:
-        self.made.append(self)
+        self.instances.append(self)
         self.calls: list[tuple[Any, ...]] = []
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
@@ -67,7 +67,7 @@ def listening(hooks: Any, folder: Path, *listeners: ctl_core.Listener, **setting
     return ctl_core.train(hooks, config, listeners=listeners)
 
 
-def test_a_run_is_heard_from_its_start_to_its_end(tmp_path: Path) -> None:
+def test_listener_hears_a_run_from_start_to_end(tmp_path: Path) -> None:
     first, second = Heard(), Heard()
     listening(hooks_that_report(), tmp_path, first)
     assert [call for call in first.short() if call[0] != "saved"] == [
@@ -84,7 +84,7 @@ def test_a_run_is_heard_from_its_start_to_its_end(tmp_path: Path) -> None:
     assert second.short() == [("start", "run", 16, 6), *expected]
 
 
-def test_a_run_that_fails_or_ends_otherwise_says_so(tmp_path: Path) -> None:
+def test_listener_hears_how_a_run_ends(tmp_path: Path) -> None:
     """To at_end, too."""
 
     def fail(step: int) -> None:
@@ -99,14 +99,16 @@ def test_a_run_that_fails_or_ends_otherwise_says_so(tmp_path: Path) -> None:
     ends: list[tuple[str, int]] = []
     for hook, how in ((fail, "failed"), (stop, "ended"), (kill, "stopped")):
         heard = Heard()
-        own = make_hooks(at_step={3: hook}, at_end=lambda reason, step: ends.append((reason, step)))
+        hooks = make_hooks(
+            at_step={3: hook}, at_end=lambda reason, step: ends.append((reason, step))
+        )
         with contextlib.suppress(ctl_core.RunError):
-            listening(own, tmp_path, heard, run_name=how)
+            listening(hooks, tmp_path, heard, run_name=how)
         assert heard.calls[-1] == ("end", 3, how)
     assert ends == [("failed", 3), ("ended", 3), ("stopped", 3)]
 
 
-def test_one_that_raises_is_warned_of_once_and_ends_nothing(
+def test_listener_that_raises_is_dropped_with_one_warning(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raised: list[str] = []
@@ -122,31 +124,31 @@ def test_one_that_raises_is_warned_of_once_and_ends_nothing(
 
     methods, heard = ["start", "values", "saved", "end"], Heard()
     state = listening(hooks_that_report(), tmp_path, *map(raising, methods), heard)
-    said = [line for line in capsys.readouterr().out.splitlines() if "listener" in line]
-    for line in said:
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "listener" in line]
+    for line in warnings:
         assert line.startswith("warning: listener: ctl_core.run.listeners.Listener: ")
         assert line.endswith("; training goes on without it.")
-    assert len(said) >= 2 and sorted(raised) == sorted(methods)
+    assert len(warnings) >= 2 and sorted(raised) == sorted(methods)
     assert heard.calls[-1] == ("end", 6, "done")
     alone = train(hooks_that_report(), steps=6, learning_rate=state.config.learning_rate)
     assert_weights(state, alone, rtol=0)
     assert "Traceback" in (tmp_path / "runs" / "run" / "train.log").read_text()
 
 
-def test_one_that_the_settings_name_hears_what_metrics_jsonl_holds(cli: Cli) -> None:
+def test_listener_of_the_settings_hears_the_lines_of_metrics_jsonl(cli: Cli) -> None:
     source = EVALUATED.replace("{}", "{5: lambda step, loss: ctl_core.report(step, loss=loss)}")
     Path("config.yaml").write_text(f"listener: {__name__}.Heard\n")
     assert cli(source, "--eval-every", "5").code == 0
-    start, *values, end = (call for call in Heard.made[-1].calls if call[0] != "saved")
+    start, *values, end = (call for call in Heard.instances[-1].calls if call[0] != "saved")
     assert start == ("start", "a", 8, 0) and end == ("end", 10, "done") and len(values) == 4
     lines = map(json.loads, Path("runs/a/metrics.jsonl").read_text().splitlines())
-    assert values == [(one.pop("split"), one.pop("step"), one) for one in lines]
+    assert values == [(line.pop("split"), line.pop("step"), line) for line in lines]
     assert cli(None, "--steps", "12").code == 0, "the run's own settings have it"
-    assert Heard.made[-1].calls[0] == ("start", "a", 8, 10)
+    assert Heard.instances[-1].calls[0] == ("start", "a", 8, 10)
 
 
 @pytest.mark.parametrize("name", [f"{__name__}.Hears", f"{__name__}.Path", "a_lacking_service.Any"])
-def test_what_cannot_be_one_is_refused_before_there_is_a_run(name: str, cli: Cli) -> None:
+def test_listener_that_cannot_be_used_is_refused_before_the_run(name: str, cli: Cli) -> None:
     refused(cli(small.CALLBACKS, "--listener", name), f"error: listener: {name}")
     assert not Path("runs").exists()
 
@@ -163,7 +165,7 @@ create_eval_dataset = create_dataset
 """
 
 
-def test_an_entry_at_the_start_and_a_line_at_each_end(cli: Cli) -> None:
+def test_training_log_has_an_entry_at_the_start_and_a_line_at_each_end(cli: Cli) -> None:
     """What the user has written between stays; the same note again is the same entry."""
     assert cli(small.CALLBACKS + STOPPED, "--eval-every", "4", "--note", "wider\nhelps").code == 130
     text = LOG.read_text()
@@ -182,7 +184,7 @@ def test_an_entry_at_the_start_and_a_line_at_each_end(cli: Cli) -> None:
     assert LOG.read_text().count("\n## runs/a\n") == 2
 
 
-def test_no_entry_without_a_note_and_a_failure_is_a_result(cli: Cli) -> None:
+def test_training_log_has_no_entry_without_a_note(cli: Cli) -> None:
     assert cli(small.CALLBACKS, "--run-name", "b").code == 0
     assert not LOG.exists()
     failing = "def fail(step):\n    raise ValueError('enough')\n\n\nevery_steps = {5: fail}\n"
@@ -222,24 +224,24 @@ def summarizing_hooks(**hooks: Any) -> SimpleNamespace:
     return make_hooks(**{"input_pre": input_pre, "update_pre": update_pre, **hooks})
 
 
-def test_micro_batches_write_one_each_and_replicas_stay_equal(train: Train) -> None:
+def test_summaries_of_micro_batches_leave_replicas_equal(train: Train) -> None:
     state = train(summarizing_hooks(), steps=30, accumulate_steps=2, virtual_devices=2)
-    found = read_scalars(state)
-    inputs = [(step, value) for step, name, value in found if name == "input"]
+    scalars = read_scalars(state)
+    inputs = [(step, value) for step, name, value in scalars if name == "input"]
     assert inputs == [(step, step) for step in range(1, 31) for _ in range(2)]
-    assert [step for step, name, _ in found if name == "third"] == [*range(1, 31)]
+    assert [step for step, name, _ in scalars if name == "third"] == [*range(1, 31)]
     for weight in state.train_model.weights:
-        one, other = state.strategy.experimental_local_results(weight.value)
-        np.testing.assert_array_equal(one.numpy(), other.numpy())
+        first_replica, second_replica = state.strategy.experimental_local_results(weight.value)
+        np.testing.assert_array_equal(first_replica.numpy(), second_replica.numpy())
 
 
-def test_a_compiled_step_refuses_it(train: Train) -> None:
+def test_summaries_in_a_compiled_step_are_refused(train: Train) -> None:
     """On several devices, the update is not compiled."""
-    said = r" \(\w+.py:\d+\): .*: jit_compile compiles no tf.summary and no "
-    with pytest.raises(ctl_core.SetupError, match=f"^input_pre{said}"):
+    message = r" \(\w+.py:\d+\): .*: jit_compile compiles no tf.summary and no "
+    with pytest.raises(ctl_core.SetupError, match=f"^input_pre{message}"):
         train(summarizing_hooks(), steps=1, jit_compile=True)
     hooks = make_hooks(update_pre=summarizing_hooks().update_pre)
-    with pytest.raises(ctl_core.SetupError, match=f"^update_pre{said}"):
+    with pytest.raises(ctl_core.SetupError, match=f"^update_pre{message}"):
         train(hooks, steps=2, jit_compile=True)
     state = train(hooks, steps=2, jit_compile=True, virtual_devices=2, run_name="update")
     assert [step for step, name, _ in read_scalars(state) if name == "third"] == [1, 2]
@@ -248,7 +250,7 @@ def test_a_compiled_step_refuses_it(train: Train) -> None:
 # ---- What the engine writes ----------------------------------------------------------------------
 
 
-def test_the_rate_of_the_schedule_and_the_speed(
+def test_summaries_have_the_learning_rate_and_the_speed(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a cosine; metrics.jsonl, which is compared line by line, knows none of it."""
@@ -258,14 +260,16 @@ def test_the_rate_of_the_schedule_and_the_speed(
     settings = {"lr_schedule": "cosine", "learning_rate": 0.2, "batch_size": 16}
     for steps in (8, 16):
         state = train(hooks, steps=steps, **settings)
-    found = {(step, name): value for step, name, value in read_scalars(state)}
-    rates = {step: value for (step, name), value in found.items() if name.endswith("learning_rate")}
+    scalars = {(step, name): value for step, name, value in read_scalars(state)}
+    rates = {
+        step: value for (step, name), value in scalars.items() if name.endswith("learning_rate")
+    }
     assert [*rates] == [2, 4, 6, 8, 10, 12, 14, 16]
     for step in range(10, 17, 2):  # the rate that the step was taken with
         assert rates[step] == pytest.approx(0.1 * (1 + np.cos(np.pi * (step - 1) / 16)), rel=1e-4)
-    for (step, name), value in found.items():
+    for (step, name), value in scalars.items():
         if name == "progress/examples_per_second":
-            expected = 16 * found[step, "progress/steps_per_second"]
+            expected = 16 * scalars[step, "progress/steps_per_second"]
             assert value == pytest.approx(expected, rel=1e-4)
     lines = map(json.loads, Path(state.run_dir, "metrics.jsonl").read_text().splitlines())
     assert {name for line in lines for name in line} == {"step", "split", "loss"}
@@ -356,7 +360,7 @@ def test_messages_appear_above_the_progress_line_as_they_are() -> None:
     assert lines[-1] == "done" and lines[-2].startswith("step 10/10")
 
 
-def test_in_a_pipe_there_are_plain_lines(
+def test_console_prints_plain_lines_into_a_pipe(
     train: Train, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default hooks: a line for each loss, and no line for each step."""
@@ -370,8 +374,8 @@ def test_in_a_pipe_there_are_plain_lines(
     assert others[-1].startswith("done: step 40")
     kind = type(state.strategy.extended)  # as it is where there is a GPU
     monkeypatch.setattr(kind, "worker_devices", ("/replica:0/task:0/device:GPU:0",))
-    said = "1 replica on GPU; --jit-compile trains small models several times as fast."
-    assert describe_start(state, 0, 41).endswith(said)
+    hint = "1 replica on GPU; --jit-compile trains small models several times as fast."
+    assert describe_start(state, 0, 41).endswith(hint)
 
 
 # ---- Standard error ------------------------------------------------------------------------------
@@ -391,7 +395,7 @@ class Notes(ctl_core.Listener):
 
 
 @pytest.mark.cluster
-def test_commands_that_go_well_say_nothing_there(
+def test_commands_that_succeed_write_nothing_to_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second training finds the list of checkpoints gone; a cluster's chief is heard."""

@@ -147,7 +147,7 @@ def test_a_float32_run_is_loaded_in_float32_and_may_be_trained(train_small: engi
         compare.assert_close(proxy.weights, small.plain(2).weights)
 
 
-def test_where_no_run_can_be_loaded(train_small: engine.Train) -> None:
+def test_load_is_refused_in_hooks_that_cannot_load(train_small: engine.Train) -> None:
     run = train_small(small.hooks(), steps=0, run_name="other").run_dir
 
     def load_own(per_replica_batch_size: int) -> tf.data.Dataset:

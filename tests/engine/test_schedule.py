@@ -47,8 +47,8 @@ def test_steps_and_values_equal_those_of_a_plain_loop(train: Train) -> None:
             calls.append((name, step))
             for shown, value in zip(display_gradients, [loss, *gradients], strict=True):
                 np.testing.assert_array_equal(shown, value)  # what update_pre got
-            found = [loss, output, *batch, *gradients, *train_model.get_weights()]
-            for value, other in zip(found, expected[step], strict=True):
+            values = [loss, output, *batch, *gradients, *train_model.get_weights()]
+            for value, other in zip(values, expected[step], strict=True):
                 np.testing.assert_allclose(value, other, rtol=2e-5, atol=1e-6)
 
         return record
@@ -86,13 +86,13 @@ def test_a_step_is_traced_once_for_what_hooks_read_of_it(train: Train) -> None:
     def watch(loss: Any) -> None: ...
     def look(loss: Any, gradients: Any) -> None: ...
 
-    found: list[int] = []
+    traces: list[int] = []
     for hooks in ({50: quiet}, {7: quiet, 10: watch, 14: watch, 50: look}):
         traced: list[Any] = []
-        own = make_hooks(input_pre=input_pre, every_steps=hooks)
-        train(own, steps=60, run_name=f"of-{len(found)}")
-        found.append(len(traced))
-    assert found[1] - found[0] == 2  # for the loss, and for the loss with gradients
+        program = make_hooks(input_pre=input_pre, every_steps=hooks)
+        train(program, steps=60, run_name=f"of-{len(traces)}")
+        traces.append(len(traced))
+    assert traces[1] - traces[0] == 2  # for the loss, and for the loss with gradients
 
 
 # ---- Checkpoints and evaluations by the epoch or the clock ---------------------------------------
@@ -133,7 +133,7 @@ class Clock:
 
 
 @pytest.mark.slow
-def test_a_run_by_the_clock_is_the_one_without(
+def test_saving_by_the_clock_changes_no_bit(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Checkpoints by the clock, also between two stops; and it stops when its time is over."""
@@ -143,8 +143,8 @@ def test_a_run_by_the_clock_is_the_one_without(
         patch.setattr(schedule, "time", Clock(25.0))
         for steps in (17, 40):
             state = train(hooks(), steps=steps, ckpt_every="1min")
-    found = saved(state.run_dir)
-    assert len(found) > 4 and any(step not in (17, 40) for step in found)
+    tensors = saved(state.run_dir)
+    assert len(tensors) > 4 and any(step not in (17, 40) for step in tensors)
     assert_weights(state, plain)
 
     more: dict[str, Any] = {"run_name": "limited", "steps": 40}
@@ -154,9 +154,9 @@ def test_a_run_by_the_clock_is_the_one_without(
         state = train(hooks(), max_time="1m30s", **more)
     assert state.stopped_by == signal.SIGTERM and 0 < state.step < 40
     assert saved(state.run_dir) == [state.step]
-    said = capsys.readouterr().out
-    assert "max_time is over." in said
-    assert "stopped by SIGTERM, saved; goes on from here with --run-name limited" in said
+    printed = capsys.readouterr().out
+    assert "max_time is over." in printed
+    assert "stopped by SIGTERM, saved; goes on from here with --run-name limited" in printed
     rest = train(hooks(), max_time="1h", **more)
     assert rest.step == 40 and rest.stopped_by is None
     assert_weights(rest, plain)
@@ -183,12 +183,12 @@ def by_keras(kind: str, warmup: int) -> list[float]:
     return rising + [float(after(step)) for step in range(rest)]
 
 
-@pytest.mark.parametrize("kind", ["cosine", "exponential", "step"])
-def test_the_rates_are_those_of_keras(train: Train, kind: str) -> None:
+@pytest.mark.parametrize("kind", small.slow_but("cosine", of=["cosine", "exponential", "step"]))
+def test_learning_rates_are_those_of_keras(train: Train, kind: str) -> None:
     seen: list[float] = []
-    own = small.hooks(every_steps={1: lambda lr: seen.append(float(lr))})
+    hooks = small.hooks(every_steps={1: lambda lr: seen.append(float(lr))})
     more: dict[str, Any] = {"lr_schedule": kind, "warmup": WARMUP, "learning_rate": RATE}
-    state = train(own, steps=STEPS, virtual_devices=2, **more)
+    state = train(hooks, steps=STEPS, virtual_devices=2, **more)
     rates = by_keras(kind, WARMUP)
     assert seen == pytest.approx(rates, rel=1e-5)
     assert_weights(state, small.plain(STEPS, lambda step: rates[step - 1]), rtol=2e-5)
@@ -198,19 +198,20 @@ def test_a_hook_that_assigns_lr_ends_the_schedule(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[float] = []
-    own = small.hooks(
+    hooks = small.hooks(
         at_step={6: lambda lr: lr.assign(0.05)},
         every_steps={1: lambda lr: seen.append(round(float(lr), 6))},
     )
     more: dict[str, Any] = {"lr_schedule": "linear", "learning_rate": RATE, "ckpt_every": 4}
     for steps in (9, STEPS):  # it stays ended
-        train(own, steps=steps, **more)
-    said = capsys.readouterr().out
-    assert said.count("a hook assigns lr, which ends lr_schedule and warmup.") == 1
+        train(hooks, steps=steps, **more)
+    printed = capsys.readouterr().out
+    assert printed.count("a hook assigns lr, which ends lr_schedule and warmup.") == 1
     assert seen[:6] == pytest.approx([RATE * (1 - step / 9) for step in range(6)], abs=1e-6)
     assert seen[6:] == [0.05] * 6
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_trained_on_says_how_its_rate_jumps(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,7 +254,7 @@ def test_a_curve_that_another_learning_rate_scales_is_no_jump(
     assert "learning_rate is 0.1 from here on." in out and "jumps" not in out
 
 
-def test_a_schedule_of_create_opt_goes_before(
+def test_schedule_of_create_opt_overrides_the_setting(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Hooks are given the rate that it gives the optimizer."""
@@ -262,7 +263,7 @@ def test_a_schedule_of_create_opt_goes_before(
     def look(step: int, lr: Any, optimizer: Any, display_gradients: Any) -> None:
         seen.append((step, float(lr), float(optimizer.learning_rate), float(display_gradients[0])))
 
-    own = small.hooks(
+    hooks = small.hooks(
         create_opt=lambda lr: keras.optimizers.SGD(
             keras.optimizers.schedules.ExponentialDecay(lr, 1, 0.9)
         ),
@@ -270,7 +271,7 @@ def test_a_schedule_of_create_opt_goes_before(
         every_steps={1: look},
     )
     more: dict[str, Any] = {"lr_schedule": "linear", "warmup": 3, "learning_rate": RATE}
-    state = train(own, steps=STEPS, virtual_devices=2, **more)
+    state = train(hooks, steps=STEPS, virtual_devices=2, **more)
     assert "lr_schedule and warmup change nothing: create_opt gives" in capsys.readouterr().out
     for step, rate, used, in_graph in seen:
         assert rate == used == pytest.approx(RATE * 0.9**step)  # of the next update
@@ -279,6 +280,6 @@ def test_a_schedule_of_create_opt_goes_before(
 
 
 def test_a_rate_that_no_hook_uses_is_said(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    own = small.hooks(create_opt=lambda: keras.optimizers.SGD(0.1))
-    train(own, steps=1, learning_rate=0.5)
+    hooks = small.hooks(create_opt=lambda: keras.optimizers.SGD(0.1))
+    train(hooks, steps=1, learning_rate=0.5)
     assert "learning_rate changes nothing: create_opt does not use lr." in capsys.readouterr().out

@@ -64,10 +64,10 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
         hooks = hooks_with(during, kill_twice, monkeypatch)
         stopped = train(hooks, steps=12, run_name=during, **SETTINGS)
         assert (stopped.step, stopped.stopped_by) == (stops_at, number)
-        parts = train(hooks, steps=12, run_name=during, **SETTINGS)
-        assert parts.step == 12 and parts.stopped_by is None
-        assert_weights(parts, whole, rtol=0)
-        metrics, expected = (one.run_dir / "metrics.jsonl" for one in (parts, whole))
+        resumed = train(hooks, steps=12, run_name=during, **SETTINGS)
+        assert resumed.step == 12 and resumed.stopped_by is None
+        assert_weights(resumed, whole, rtol=0)
+        metrics, expected = (state.run_dir / "metrics.jsonl" for state in (resumed, whole))
         assert metrics.read_text() == expected.read_text()
 
 

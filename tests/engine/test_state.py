@@ -44,12 +44,12 @@ def counting_model() -> keras.Model:
     return small.model_with(Counting(), keras.layers.BatchNormalization())
 
 
-def test_what_each_replica_sums_up_resumes(train: Train) -> None:
+def test_statistics_of_each_replica_resume(train: Train) -> None:
     """Each goes on with its own moving statistics, not with their mean."""
     program = partial(make_hooks, create_model=counting_model)
     whole = assert_resumes(train, program, virtual_devices=2)
-    own = [v for path, v in whole.items() if path.startswith("create_model/")]
-    assert 12 * 16 in {float(v) for v in own if not v.ndim}
+    counters = [v for path, v in whole.items() if path.startswith("create_model/")]
+    assert 12 * 16 in {float(v) for v in counters if not v.ndim}
 
 
 def test_an_evaluation_changes_no_bit_of_training(train: Train) -> None:
@@ -104,12 +104,12 @@ def program(words: Any, numbers: Any) -> SimpleNamespace:
         normal.adapt(numbers)
         bins.adapt(numbers)
         word, number = keras.Input((), dtype="string"), keras.Input((1,))
-        parts = [
+        layers = [
             keras.layers.Embedding(16, 3)(lookup(word)),
             keras.layers.Flatten()(keras.layers.Embedding(3, 2)(bins(number))),
             normal(number),
         ]
-        output = keras.layers.Dense(1)(keras.layers.Concatenate()(parts))
+        output = keras.layers.Dense(1)(keras.layers.Concatenate()(layers))
         return keras.Model({"word": word, "number": number}, output)
 
     return make_hooks(
@@ -130,8 +130,8 @@ def test_more_data_since_change_no_number_of_a_checkpoint(
     later = program(more, NUMBERS * 3 + 1)
     capsys.readouterr()
     assert use.evaluate(later, state.config) == state.metrics
-    said = capsys.readouterr().out
-    assert "had 5 entries in the checkpoint, 7 as create_model made it" in said, said
+    printed = capsys.readouterr().out
+    assert "had 5 entries in the checkpoint, 7 as create_model made it" in printed, printed
     resumed = train(later, steps=14, batch_size=8)
     assert_weights(resumed, whole, rtol=0)
     use.evaluate(program(WORDS, NUMBERS), state.config)
@@ -193,8 +193,8 @@ def test_a_fork_has_other_settings_and_the_best_of_the_other(
     at_once = train(evaluated, run_name="c", fork="a", steps=6, **short).run_dir / "ckpt"
     for folder in (at_once, at_once / "best"):
         assert [path.name for path in folder.glob("engine/*.json")] == ["ckpt-6.json"]
-    said = "".join(capfd.readouterr())
-    assert "goes on from" in said and "learning_rate is 0.5 from here on" in said
+    printed = "".join(capfd.readouterr())
+    assert "goes on from" in printed and "learning_rate is 0.5 from here on" in printed
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -204,7 +204,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> None:
+def test_init_from_refuses_what_is_no_run(train: Train, tmp_path: Path) -> None:
     """Nothing of a new run is there then, and a run that is there is as it was."""
     train(hooks_of(), run_name="a", steps=4, **SHORT)
     for message, settings in REFUSED.items():
@@ -220,7 +220,7 @@ def test_what_cannot_be_begun_from_is_refused(train: Train, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_weights_are_those_of_what_is_named(train: Train, tmp_path: Path) -> None:
+def test_init_from_loads_all_weights_on_all_replicas(train: Train, tmp_path: Path) -> None:
     """All of them, on both replicas; what has another shape is refused."""
     state = train(hooks_of(), run_name="a", steps=4, **SHORT)
     trained, path = state.train_model, str(use.export(hooks_of(), state.config))
@@ -239,7 +239,7 @@ def test_weights_are_those_of_what_is_named(train: Train, tmp_path: Path) -> Non
         train(other, run_name="c", init_from="a", **settings)
 
 
-def test_weights_that_are_averaged_begin_with_those(
+def test_averaged_weights_begin_with_those_of_init_from(
     train: Train, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trained = train(hooks_of(), run_name="a", steps=4, **SHORT)
@@ -262,11 +262,11 @@ class Plain:
 
 
 def test_a_model_of_ones_own_takes_the_weights_of_a_run(train: Train, tmp_path: Path) -> None:
-    own = hooks_of(create_model=Plain)
-    trained = train(own, run_name="a", steps=4, **SHORT)
-    state = train(own, run_name="b", steps=0, init_from="a", **SHORT)
+    hooks = hooks_of(create_model=Plain)
+    trained = train(hooks, run_name="a", steps=4, **SHORT)
+    state = train(hooks, run_name="b", steps=0, init_from="a", **SHORT)
     for ours, theirs in zip(state.train_model.parts, trained.train_model.parts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     build_model().save(tmp_path / "m.keras")
     with pytest.raises(ctl_core.SetupError, match="is for a Keras model, and create_model"):
-        train(own, run_name="c", steps=0, init_from=str(tmp_path / "m.keras"), **SHORT)
+        train(hooks, run_name="c", steps=0, init_from=str(tmp_path / "m.keras"), **SHORT)

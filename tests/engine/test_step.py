@@ -49,8 +49,10 @@ def loop() -> Followed:
     "settings", [{"accumulate_steps": 2, "virtual_devices": 2}, {"jit_compile": True}]
 )
 def test_a_target_network_follows_as_in_a_plain_loop(train: Train, settings: Any) -> None:
-    own = small.hooks(create_model=Followed, update_post=follow, every_steps={4: lambda loss: None})
-    state = train(own, steps=STEPS, learning_rate=RATE, **settings)
+    hooks = small.hooks(
+        create_model=Followed, update_post=follow, every_steps={4: lambda loss: None}
+    )
+    state = train(hooks, steps=STEPS, learning_rate=RATE, **settings)
     assert_weights(state, loop(), rtol=2e-5)
 
 
@@ -61,19 +63,19 @@ def test_an_update_that_is_skipped_has_nothing_after_it(train: Train) -> None:
         train_model.count.assign_add(1.0)
 
     def model() -> Any:
-        made = small_model()
-        made.count = made.add_weight(shape=(), initializer="zeros", trainable=False)
-        return made
+        network = small_model()
+        network.count = network.add_weight(shape=(), initializer="zeros", trainable=False)
+        return network
 
     def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
         return tf.where(step == 3, np.inf, 1.0) * loss, 0.0, train_model.trainable_variables
 
-    own = small.hooks(create_model=model, update_post=count, grad_pre=grad_pre)
-    state = train(own, steps=6, precision="float16", on_nan="ignore")
+    hooks = small.hooks(create_model=model, update_post=count, grad_pre=grad_pre)
+    state = train(hooks, steps=6, precision="float16", on_nan="ignore")
     assert float(state.train_model.count) == int(state.optimizer.iterations) < 6
 
 
-def test_training_may_be_named(train: Train) -> None:
+def test_hooks_are_told_whether_they_train(train: Train) -> None:
     """Other inputs in training only; the loss of the evaluation is that of the clean inputs."""
 
     def input_pre(batch: Any, training: bool) -> Any:
@@ -85,13 +87,13 @@ def test_training_may_be_named(train: Train) -> None:
     def loss(pair: Any, training: bool) -> Any:
         return small.squared_error(pair) * (0.5 if training else 1.0)
 
-    own = small.hooks(
+    hooks = small.hooks(
         input_pre=input_pre,
         loss_pre=loss_pre,
         create_loss=lambda: loss,
         create_eval_dataset=small.create_eval_dataset,
     )
-    state = train(own, steps=3, learning_rate=RATE, virtual_devices=2)
+    state = train(hooks, steps=3, learning_rate=RATE, virtual_devices=2)
     batches = small.create_dataset(BATCH).map(lambda x, y: (2.0 * x, y + 3.0))
     model = small.plain(3, lambda _: RATE / 2, batches=batches)
     assert_weights(state, model, rtol=2e-5)
@@ -109,13 +111,13 @@ def of_objective(loss: Any, train_model: Any, objective: str) -> Any:
 
 def gan_hooks(**more: Any) -> SimpleNamespace:
     """The golden program of a GAN, with one turn of the critic and no penalty."""
-    own = {
+    gan = {
         "turns": TURNS,
         "create_opt": lambda lr: {name: keras.optimizers.SGD(lr, momentum=0.5) for name in TURNS},
         "input_pre": lambda batch, turn: wgan_gp.input_pre(batch, turn or 0),
         "grad_pre": of_objective,
     }
-    return SimpleNamespace(**{**vars(wgan_gp.hooks()), **own, **more})
+    return SimpleNamespace(**{**vars(wgan_gp.hooks()), **gan, **more})
 
 
 def play(steps: int, clip: float = 9.0) -> tuple[list[list[np.ndarray]], list[list[float]]]:
@@ -138,7 +140,7 @@ def play(steps: int, clip: float = 9.0) -> tuple[list[list[np.ndarray]], list[li
     return weights, seen
 
 
-def test_after_each_turn_and_the_average_after_the_step(train: Train) -> None:
+def test_update_post_follows_each_turn_and_the_average_each_step(train: Train) -> None:
     """WGAN clips its critic's weights after each of its updates; a metric counts in its turns."""
     clip, losses = 0.3, []
 
@@ -148,21 +150,21 @@ def test_after_each_turn_and_the_average_after_the_step(train: Train) -> None:
             for variable in train_model.critic.trainable_variables:
                 variable.assign(tf.clip_by_value(variable, -clip, clip))
 
-    own = gan_hooks(
+    hooks = gan_hooks(
         update_post=update_post,
         create_train_metrics=lambda: {name: keras.metrics.Mean() for name in TURNS},
         train_metric_pre=lambda loss, objective: {objective: loss},
         every_steps={1: lambda loss: losses.append([float(loss[name]) for name in TURNS])},
     )
     settings = {"batch_size": 8, "learning_rate": RATE, "virtual_devices": 2, "log_every": 1}
-    state = train(own, steps=7, ema=0.9, **settings)
+    state = train(hooks, steps=7, ema=0.9, **settings)
     (average, *weights), seen = play(7, clip)
     assert_weights(state, weights[-1], rtol=2e-5)
     lines = [line for line in state.history if line["split"] == "train"]
-    for found in (losses, [[line[name] for name in TURNS] for line in lines]):
-        np.testing.assert_allclose(found, seen, rtol=1e-4, atol=1e-6)
+    for reported in (losses, [[line[name] for name in TURNS] for line in lines]):
+        np.testing.assert_allclose(reported, seen, rtol=1e-4, atol=1e-6)
     for new in weights:
-        average = [0.9 * old + 0.1 * one for old, one in zip(average, new, strict=True)]
+        average = [0.9 * old + 0.1 * weight for old, weight in zip(average, new, strict=True)]
     with state.average.replace_weights():  # type: ignore[union-attr]
         assert_weights(state, average, rtol=2e-5)
 
@@ -197,9 +199,9 @@ def test_an_objective_whose_variables_are_all_frozen_waits(train: Train) -> None
     def freeze(train_model: Any) -> None:
         train_model.generator.trainable = False
 
-    own = gan_hooks(at_step={3: freeze})
+    hooks = gan_hooks(at_step={3: freeze})
     for steps in (4, 6):
-        state = train(own, steps=steps, batch_size=8)
+        state = train(hooks, steps=steps, batch_size=8)
     assert [int(state.optimizer[name].iterations) for name in TURNS] == [6, 3]
 
 
@@ -209,8 +211,8 @@ def test_an_objective_whose_variables_are_all_frozen_waits(train: Train) -> None
 @pytest.mark.slow
 def test_a_run_is_used_in_its_own_precision(cli: Cli) -> None:
     flags = ("--batch-size", "16", "--precision", "bfloat16", "--accumulate-steps", "2")
-    said = "batch size 16 in 2 micro-batches, 1 replica on CPU, in bfloat16."
-    assert said in cli(EVALUATED, *flags).out
+    first_line = "batch size 16 in 2 micro-batches, 1 replica on CPU, in bfloat16."
+    assert first_line in cli(EVALUATED, *flags).out
     for command in ("evaluate", "predict", "export"):
         assert cli(None, command=(command,)).code == 0
     with np.load("runs/a/predictions.npz") as predictions:
@@ -229,7 +231,7 @@ FEW = 8
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", [10, 0])
-def test_where_it_is_cut_changes_no_bit(
+def test_splitting_a_run_into_calls_changes_no_bit(
     train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], unit: int
 ) -> None:
     """With Dropout, batch normalisation and Nadam; a layer is frozen on the way.
@@ -237,17 +239,17 @@ def test_where_it_is_cut_changes_no_bit(
     Ten steps are read at once: at a resume they are used in part, as a whole, and not begun. Or
     batches are too large to be read many at once: then each step is by itself.
     """
-    own = {"create_model": dropout_model, "at_step": {6: set_hidden(False)}}
+    hooks = {"create_model": dropout_model, "at_step": {6: set_hidden(False)}}
     settings = {"batch_size": FEW, "jit_compile": True, "deterministic": True}
-    whole = train(make_hooks(**own), steps=23, run_name="whole", **settings)
+    whole = train(make_hooks(**hooks), steps=23, run_name="whole", **settings)
     every = {7: lambda loss, output: None}
     monkeypatch.setattr(prefetch, "UNIT_BYTES", unit * FEW * (FEATURES + 1) * 4 or 1)
     for stop in (4, 10, 11, 23):
-        cut = train(make_hooks(**own, every_steps=every), steps=stop, run_name="cut", **settings)
+        cut = train(make_hooks(**hooks, every_steps=every), steps=stop, run_name="cut", **settings)
     assert cut.data.unit == unit and whole.data.unit > unit
     variables = zip(cut.recording.variables.items(), whole.recording.variables.items(), strict=True)
-    for (name, found), (_, expected) in variables:
-        np.testing.assert_array_equal(found.numpy(), expected.numpy(), err_msg=name)
+    for (name, value), (_, expected) in variables:
+        np.testing.assert_array_equal(value.numpy(), expected.numpy(), err_msg=name)
     assert "reading and dropping" not in "".join(capfd.readouterr())
 
 

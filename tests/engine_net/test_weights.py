@@ -44,11 +44,11 @@ def test_smaller_last_batches_count_by_their_examples(train: Train) -> None:
         return tf.data.Dataset.from_tensor_slices(create_arrays()).batch(global_batch_size)
 
     hooks = create_hooks(create_dataset=create_dataset)
-    one = train(hooks, steps=STEPS, run_name="one", last_batch="keep", **SETTINGS)
+    one_device = train(hooks, steps=STEPS, run_name="one", last_batch="keep", **SETTINGS)
     three = train(
         hooks, steps=STEPS, run_name="three", last_batch="keep", virtual_devices=3, **SETTINGS
     )
-    assert_close(three.train_model.weights, one.train_model.weights)
+    assert_close(three.train_model.weights, one_device.train_model.weights)
 
 
 def create_model_with_noise() -> keras.Model:

@@ -37,7 +37,7 @@ PICTURES = {"contrastive": "neighbours", "gan": "samples", "diffusion": "samples
 @pytest.mark.parametrize(
     "name", ["digits", *(pytest.param(name, marks=pytest.mark.slow) for name in PICTURES)]
 )
-def test_lives(cli: Cli, tmp_path: Path, name: str) -> None:
+def test_example_is_trained_killed_resumed_and_served(cli: Cli, tmp_path: Path, name: str) -> None:
     inputs, settings = EXAMPLES[name]
     example = Example(name, cli, tmp_path, *settings.split())
     hooks, often = tmp_path / "callbacks.py", "every_steps = {3:"
@@ -46,8 +46,8 @@ def test_lives(cli: Cli, tmp_path: Path, name: str) -> None:
     assert_lives(example, inputs)
     if name in PICTURES:
         sheet = f"{PICTURES[name]}/000006.png"
-        whole, parts = (tmp_path / "runs" / run / sheet for run in ("whole", "parts"))
-        assert whole.read_bytes() == parts.read_bytes()
+        whole, resumed = (tmp_path / "runs" / run / sheet for run in ("whole", "parts"))
+        assert whole.read_bytes() == resumed.read_bytes()
     if name == "gan":
         assert_frechet(tmp_path / "runs" / "whole")
     if name == "diffusion":
@@ -59,21 +59,22 @@ def assert_frechet(run: Path) -> None:
     with np.load(run.parents[1] / "data" / "digits.npz") as file:
         real = file["images"][file["test"]] / 16.0
     with np.load(run / "predictions.npz") as file:
-        made = file["output"]
-    assert made.shape == (359, 8, 8, 1) and 0.0 <= made.min() < made.max() <= 1.0
-    one, other = (images.reshape(359, 64).astype("float64") for images in (real, made))
-    a, b = np.cov(one.T, bias=True), np.cov(other.T, bias=True)
+        generated = file["output"]
+    assert generated.shape == (359, 8, 8, 1) and 0.0 <= generated.min() < generated.max() <= 1.0
+    real, generated = (images.reshape(359, 64).astype("float64") for images in (real, generated))
+    a, b = np.cov(real.T, bias=True), np.cov(generated.T, bias=True)
     shared = np.sqrt(np.linalg.eigvals(a @ b).astype(complex)).real.sum()
-    expected = ((one.mean(0) - other.mean(0)) ** 2).sum() + np.trace(a + b) - 2.0 * shared
+    distance = ((real.mean(0) - generated.mean(0)) ** 2).sum()
+    expected = distance + np.trace(a + b) - 2.0 * shared
     lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-    (found,) = (line["frechet"] for line in lines if line["step"] == 6 and "frechet" in line)
-    np.testing.assert_allclose(found, expected, rtol=1e-3)
+    (reported,) = (line["frechet"] for line in lines if line["step"] == 6 and "frechet" in line)
+    np.testing.assert_allclose(reported, expected, rtol=1e-3)
 
 
 def assert_draws_by_the_average(run: Path, noise: np.ndarray) -> None:
     """A drawing is DDIM's, in NumPy, of the network that follows the trained one."""
     served = ctl_core.load(run)
-    found = np.asarray(served({"noise": noise}))
+    drawn = np.asarray(served({"noise": noise}))
     network = served.model.__self__.network
     image = noise.astype("float64")
     for time in (1.0, 2.0 / 3.0, 1.0 / 3.0):
@@ -83,7 +84,7 @@ def assert_draws_by_the_average(run: Path, noise: np.ndarray) -> None:
         noises = network([tf.constant(image, tf.float32), tf.constant(rate, tf.float32)]).numpy()
         clean = np.clip((image - much * noises) / of_image, -1.0, 1.0)
         image = of_clean * clean + less * noises
-    np.testing.assert_allclose(found, clean, atol=1e-4)
+    np.testing.assert_allclose(drawn, clean, atol=1e-4)
     # The first kernel, as the optimizer has it trained, and as it is followed.
     reader = tf.train.load_checkpoint(str(run / "ckpt" / "ckpt-6"))
     trained = reader.get_tensor("optimizer/_trainable_variables/0/.ATTRIBUTES/VARIABLE_VALUE")
@@ -109,10 +110,10 @@ def test_the_loss_is_that_of_all_pairs_of_views(cli: Cli, tmp_path: Path) -> Non
     assert 0 < np.sum(labels >= 0) < 60  # of a hundred in 1438
     batch = views[:8], labels[:8]
     output = hooks.create_model(hparams)(batch[0])
-    found = hooks.create_loss()(hooks.loss_pre(output, batch, True, hparams))
+    losses = hooks.create_loss()(hooks.loss_pre(output, batch, True, hparams))
     flat = np.reshape(output["embedding"], [16, 4])
     expected = np.zeros(16)
-    for one in range(16):
-        nears = {two: float(flat[one] @ flat[two]) / 0.2 for two in range(16) if two != one}
-        expected[one] = np.log(sum(np.exp(near) for near in nears.values())) - nears[one ^ 1]
-    np.testing.assert_allclose(found, expected.reshape(8, 2).mean(1), rtol=1e-4)
+    for row in range(16):
+        nears = {two: float(flat[row] @ flat[two]) / 0.2 for two in range(16) if two != row}
+        expected[row] = np.log(sum(np.exp(near) for near in nears.values())) - nears[row ^ 1]
+    np.testing.assert_allclose(losses, expected.reshape(8, 2).mean(1), rtol=1e-4)

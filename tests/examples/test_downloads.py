@@ -43,7 +43,7 @@ def example(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exampl
     return Example("cifar10_vgg", cli, tmp_path, *SMALL)
 
 
-def test_what_the_hooks_make(example: Example) -> None:
+def test_pictures_and_their_changes(example: Example) -> None:
     """Pictures the right way up, changes that repeat, smoothing in training only, two groups."""
     hooks = runpy.run_path(str(example.folder / "callbacks.py"))
     config = ctl_core.Config(steps=1, hparams={"width": 4, "decay": 0.0005, "smoothing": 0.1})
@@ -54,8 +54,8 @@ def test_what_the_hooks_make(example: Example) -> None:
         assert bright.min() >= 150 > np.delete(picture, label % 3, axis=-1).max()
 
     drawn = [list(hooks["create_dataset"](8, config).take(11)) for _ in range(2)]
-    for (one, _), (other, _) in zip(*drawn, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for (images, _), (images_again, _) in zip(*drawn, strict=True):
+        np.testing.assert_array_equal(images, images_again)
     assert drawn[0][0][0].shape == (8, 32, 32, 3)
     plain = hooks["load_pictures"]("train")[0].numpy()
     changed = [image for images, _ in drawn[0][:5] for image in images.numpy()]
@@ -82,13 +82,13 @@ def test_what_the_hooks_make(example: Example) -> None:
 
 
 @pytest.mark.slow
-def test_lives(example: Example) -> None:
+def test_example_is_trained_killed_resumed_and_served(example: Example) -> None:
     pictures = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3)).astype("uint8")
     # Rounding turns a ReLU now and then, which batch normalisation of 8 pictures makes much of.
     assert_lives(example, pictures, atol=1e-3)
-    found = example.numbers("whole")
+    numbers = example.numbers("whole")
     group = "optimizer/optimizers/1/_trainable_variables"
-    mixtures = [value for name, value in found.items() if group in name and value.shape == ()]
+    mixtures = [value for name, value in numbers.items() if group in name and value.shape == ()]
     assert len(mixtures) == 3 and all(mixtures)  # they began with 0
 
 
@@ -103,12 +103,12 @@ STEPS = 3  # few: rounding turns one of half a million ReLUs now and then, which
 def clothes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
     """The example with small files in place of those that it downloads."""
     random = np.random.default_rng(0)
-    for part, number in (("train", 40), ("t10k", 24)):
+    for split, number in (("train", 40), ("t10k", 24)):
         labels = random.integers(0, 10, number).astype(np.uint8)
         images = random.integers(0, 250, (number, 28, 28)).astype(np.uint8)
         for kind, header, array in (("images-idx3", 16, images), ("labels-idx1", 8, labels)):
             content = gzip.compress(bytes(header) + array.tobytes())
-            (tmp_path / f"{part}-{kind}-ubyte.gz").write_bytes(content)
+            (tmp_path / f"{split}-{kind}-ubyte.gz").write_bytes(content)
     monkeypatch.setattr(keras.utils, "get_file", lambda name, *_, **__: tmp_path / name)
     return Example("fashion_mnist", cli, tmp_path, *SMALL_CLOTHES)
 
@@ -172,12 +172,12 @@ def test_weights_are_those_of_the_tutorials_loop(train: Train, clothes: Example)
         hparams={"l2": 0.01},
     )
     before = seeded({"l2": 0.01}).get_weights()
-    for found, other, start in zip(state.train_model.get_weights(), expected, before, strict=True):
+    for weight, other, start in zip(state.train_model.get_weights(), expected, before, strict=True):
         assert np.abs(other - start).max() > 1e-4
-        np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(weight, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_clothes_live(clothes: Example) -> None:
+def test_example_clothes_is_trained_killed_resumed_and_served(clothes: Example) -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 28, 28, 1)).astype("uint8")
     assert_lives(clothes, images)

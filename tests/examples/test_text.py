@@ -40,17 +40,17 @@ def test_rows_hold_each_byte_once(hooks: Any, tmp_path: Path) -> None:
     texts = write_texts(tmp_path)
     rows = hooks.packed(texts)
     assert {values.shape for values in rows.values()} == {(len(rows["byte"]), 128)}
-    found = []
+    pieces = []
     for byte, after, piece, place in zip(*rows.values(), strict=True):
         assert (np.diff((piece > 0).astype(int)) >= 0).all()  # padding is on the left
         for number in range(1, piece.max() + 1):
-            own = piece == number
-            np.testing.assert_array_equal(place[own], np.arange(own.sum()))
-            np.testing.assert_array_equal(byte[own][1:], after[own][:-1])
-            found.append(bytes([*byte[own].astype(np.uint8), after[own][-1]]))
+            in_piece = piece == number
+            np.testing.assert_array_equal(place[in_piece], np.arange(in_piece.sum()))
+            np.testing.assert_array_equal(byte[in_piece][1:], after[in_piece][:-1])
+            pieces.append(bytes([*byte[in_piece].astype(np.uint8), after[in_piece][-1]]))
     cut = [text[at : at + 129] for text in texts for at in range(0, len(text), 128)]
-    assert sorted(found) == sorted(piece for piece in cut if len(piece) > 1)
-    assert len(rows["byte"]) < len(found)  # several share a row
+    assert sorted(pieces) == sorted(piece for piece in cut if len(piece) > 1)
+    assert len(rows["byte"]) < len(pieces)  # several share a row
 
 
 def test_pieces_of_a_row_do_not_see_each_other(hooks: Any) -> None:
@@ -78,7 +78,7 @@ def test_pieces_of_a_row_do_not_see_each_other(hooks: Any) -> None:
 
 def test_texts_as_rows(hooks: Any) -> None:
     """What clients send becomes what training would make of it: a line break before, its end."""
-    rows = {name: part.numpy() for name, part in hooks.serve(["abc", "", "x" * 300, "é"]).items()}
+    rows = {name: array.numpy() for name, array in hooks.serve(["abc", "", "x" * 300, "é"]).items()}
     for number, text in enumerate([b"\nabc", b"\n", b"x" * 128, "\né".encode()]):
         size = len(text)
         assert bytes(rows["byte"][number, -size:].astype(np.uint8)) == text
@@ -90,9 +90,9 @@ def test_writing_goes_on_byte_by_byte(hooks: Any) -> None:
     """What is written at once is what comes of asking again with what was written so far."""
     keras.utils.set_random_seed(1)
     model = hooks.create_model({"width": 8, "layers": 1, "heads": 2})
-    told = {"temperature": 1e-6, "written": 6}  # the likeliest byte, whatever is drawn
+    hparams = {"temperature": 1e-6, "written": 6}  # the likeliest byte, whatever is drawn
     for start in ("ab", "y" * 125):  # of which the first bytes slide out
-        whole = hooks.write(model, hooks.serve([start]), told)[0].numpy()
+        whole = hooks.write(model, hooks.serve([start]), hparams)[0].numpy()
         text = b"\n" + start.encode()
         for _ in range(6):
             last = text[-128:]
@@ -106,7 +106,7 @@ def test_writing_goes_on_byte_by_byte(hooks: Any) -> None:
 
 
 @pytest.mark.slow
-def test_lives(cli: Cli, tmp_path: Path) -> None:
+def test_example_is_trained_killed_resumed_and_served(cli: Cli, tmp_path: Path) -> None:
     write_texts(tmp_path)
     example = Example("text", cli, tmp_path, *SMALL, *DATA)
     assert_lives(example, np.array([b"the first", b"a longer one than that"]), atol=1e-4)

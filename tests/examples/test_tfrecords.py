@@ -43,10 +43,10 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pat
 def read(folder: Path, split: str, features: dict[str, Any]) -> list[dict[str, Any]]:
     """The examples of a split's four files, which differ by no more than one in size."""
     files = [tf.data.TFRecordDataset(str(folder / f"{split}-{n}.tfrecord")) for n in range(4)]
-    found = [[tf.io.parse_single_example(r, features) for r in file] for file in files]
-    assert max(map(len, found)) - min(map(len, found)) <= 1
-    several = [each for examples in found for each in examples]
-    return [{name: value.numpy() for name, value in each.items()} for each in several]
+    files_of_examples = [[tf.io.parse_single_example(r, features) for r in file] for file in files]
+    assert max(map(len, files_of_examples)) - min(map(len, files_of_examples)) <= 1
+    examples_of_file = [each for examples in files_of_examples for each in examples]
+    return [{name: value.numpy() for name, value in each.items()} for each in examples_of_file]
 
 
 def write_photos(folder: Path, count: int) -> dict[bytes, int]:
@@ -63,14 +63,14 @@ def write_photos(folder: Path, count: int) -> dict[bytes, int]:
 
 def pictures(run: Path) -> dict[tuple[str, int], np.ndarray]:
     """The pictures of a run's training by tag and step."""
-    found = {}
+    pixels = {}
     for file in (run / "tb" / "train").iterdir():
         for event in tf.compat.v1.train.summary_iterator(str(file)):
             for value in event.summary.value:
                 if value.metadata.plugin_data.plugin_name == "images":
                     content = tf.make_ndarray(value.tensor)[2]
-                    found[value.tag, event.step] = tf.io.decode_png(content).numpy()
-    return found
+                    pixels[value.tag, event.step] = tf.io.decode_png(content).numpy()
+    return pixels
 
 
 def test_splits_and_pictures(example: Example) -> None:
@@ -79,7 +79,7 @@ def test_splits_and_pictures(example: Example) -> None:
     records = Path("records/digits")
     assert outcome.out.count("records/digits: ") == 1  # three hooks read them
     assert [path.name for path in Path("records").iterdir()] == ["digits"]
-    found = {split: read(records, split, IMAGE) for split in SPLITS}
+    examples = {split: read(records, split, IMAGE) for split in SPLITS}
     digits = np.load("data/digits.npz")
     expected = sorted(
         (image.tobytes(), label)
@@ -87,10 +87,10 @@ def test_splits_and_pictures(example: Example) -> None:
     )
     assert expected == sorted(
         ((tf.io.decode_png(each["image"]).numpy() // 15).tobytes(), each["label"])
-        for several in found.values()
-        for each in several
+        for examples_of_split in examples.values()
+        for each in examples_of_split
     )
-    assert all(120 < len(found[split]) < 240 for split in SPLITS[1:])
+    assert all(120 < len(examples[split]) < 240 for split in SPLITS[1:])
 
     shown = pictures(Path("runs/a"))
     assert shown["batch", 1].shape == (80, 320, 1)  # two rows of eight tiles of 10 × 10, enlarged
@@ -99,7 +99,7 @@ def test_splits_and_pictures(example: Example) -> None:
 
 
 @pytest.mark.slow
-def test_lives(example: Example) -> None:
+def test_example_is_trained_killed_resumed_and_served(example: Example) -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype("uint8")
     assert_lives(example, images, dataset="test")
 
@@ -108,17 +108,19 @@ def test_images_by_class(make: Callable[..., Path], tmp_path: Path) -> None:
     """Each is in one split, and stays there when others are added; a damaged one is named."""
     labels = write_photos(tmp_path / "photos", 60)
     folder = make("photos")
-    found = {split: read(folder, split, IMAGE) for split in SPLITS}
-    assert labels == {e["image"]: e["label"] for several in found.values() for e in several}
-    assert sum(map(len, found.values())) == 60 > len(found["train"]) > 40
-    order = [each["label"] for each in found["train"]]
+    examples = {split: read(folder, split, IMAGE) for split in SPLITS}
+    assert labels == {
+        e["image"]: e["label"] for examples_of_split in examples.values() for e in examples_of_split
+    }
+    assert sum(map(len, examples.values())) == 60 > len(examples["train"]) > 40
+    order = [each["label"] for each in examples["train"]]
     assert order != sorted(order)
 
     write_photos(tmp_path / "photos", 90)
     more = make("photos", "more")
     for split in SPLITS:
         contents = {each["image"] for each in read(more, split, IMAGE)}
-        assert {each["image"] for each in found[split]} == contents & labels.keys()
+        assert {each["image"] for each in examples[split]} == contents & labels.keys()
     with pytest.raises(SystemExit, match=r"^records is there: delete it"):
         make("photos")
     (tmp_path / "photos/dog/1.png").write_bytes(b"\x89PNG")
@@ -127,7 +129,7 @@ def test_images_by_class(make: Callable[..., Path], tmp_path: Path) -> None:
     assert sorted(os.listdir()) == ["more", "photos", "records"]
 
 
-def test_a_table(make: Callable[..., Path], tmp_path: Path) -> None:
+def test_records_of_a_table(make: Callable[..., Path], tmp_path: Path) -> None:
     """Columns are whole numbers, numbers or text; rows that are the same share a split."""
     numbers = range(-10, 70)
     rows = [f"{n},{n / 4},{n * 1000 if n else ''},name {n % 7}" for n in numbers]
@@ -140,12 +142,12 @@ def test_a_table(make: Callable[..., Path], tmp_path: Path) -> None:
         "name": tf.io.FixedLenFeature([], tf.string),
     }
     folder = make("table.csv")
-    found = {split: read(folder, split, features) for split in SPLITS}
-    made = {s: [tuple(e[name] for name in features) for e in found[s]] for s in SPLITS}
+    examples = {split: read(folder, split, features) for split in SPLITS}
+    read_rows = {s: [tuple(e[name] for name in features) for e in examples[s]] for s in SPLITS}
     expected = {(n, n / 4, b"%d" % (n * 1000) if n else b"", b"name %d" % (n % 7)) for n in numbers}
-    assert {row for several in made.values() for row in several} == expected
-    assert sum(map(len, made.values())) == 2 * len(expected)
-    assert not set(made["train"]) & {*made["validation"], *made["test"]}
+    assert {row for rows_of_split in read_rows.values() for row in rows_of_split} == expected
+    assert sum(map(len, read_rows.values())) == 2 * len(expected)
+    assert not set(read_rows["train"]) & {*read_rows["validation"], *read_rows["test"]}
     table.write_text("a,b\n1,2\n3\n")
     with pytest.raises(ValueError, match="shorter"):
         make("table.csv", "ragged")

@@ -20,8 +20,10 @@ import tensorflow as tf
 from tests.golden import compare, programs
 from tests.golden.reference import RATE, Reference
 
-STEPS, BATCH = 16, 8
-KILLED, LAST_SAVED = 11, 8
+STEPS = 16
+BATCH = 8
+KILLED = 11
+LAST_SAVED = 8
 SETTINGS: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
 MODULES = [name for _, name, _ in pkgutil.iter_modules(programs.__path__) if name != "basics"]
 NAMES = [*programs.BASICS, *MODULES]

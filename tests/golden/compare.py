@@ -14,17 +14,20 @@ def read_numbers(variables: Iterable[Any]) -> list[np.ndarray]:
 
 
 def assert_close(
-    found: Iterable[Any], expected: Iterable[Any], tolerance: float = 1e-5, absolute: float = 1e-6
+    variables: Iterable[Any],
+    expected: Iterable[Any],
+    tolerance: float = 1e-5,
+    absolute: float = 1e-6,
 ) -> None:
     """Compares variables with others, one after the other."""
-    for value, other in zip(found, expected, strict=True):
+    for value, other in zip(variables, expected, strict=True):
         numbers, others = read_numbers([value, other])
         np.testing.assert_allclose(numbers, others, tolerance, absolute, err_msg=find_path(other))
 
 
-def assert_same(found: Iterable[Any], expected: Iterable[Any]) -> None:
+def assert_same(variables: Iterable[Any], expected: Iterable[Any]) -> None:
     """Compares variables with others bit for bit."""
-    for value, other in zip(read_numbers(found), read_numbers(expected), strict=True):
+    for value, other in zip(read_numbers(variables), read_numbers(expected), strict=True):
         np.testing.assert_array_equal(value, other)
 
 
@@ -33,13 +36,13 @@ def find_path(variable: Any) -> str:
     return str(getattr(variable, "path", getattr(variable, "name", "")))
 
 
-def read_checkpoint(run: Path, step: int, part: str = "") -> dict[str, np.ndarray]:
+def read_checkpoint(run: Path, step: int, subfolder: str = "") -> dict[str, np.ndarray]:
     """Returns every tensor of the checkpoint of a step, by its key, read without the engine.
 
     Args:
-        part: ``engine`` for what the engine saves beside the hooks' objects
+        subfolder: ``engine`` for what the engine saves beside the hooks' objects
     """
-    reader = tf.train.load_checkpoint(str(run / "ckpt" / part / f"ckpt-{step}"))
+    reader = tf.train.load_checkpoint(str(run / "ckpt" / subfolder / f"ckpt-{step}"))
     return {
         key: reader.get_tensor(key)
         for key in reader.get_variable_to_shape_map()

@@ -27,10 +27,11 @@ PYTHONPATH = os.pathsep.join([str(ROOT / "tests" / "helpers" / "lean"), str(ROOT
 
 def start_devices() -> None:
     """Splits the CPU into five devices, and a GPU into as many, before TensorFlow starts."""
-    divide, part = tf.config.set_logical_device_configuration, tf.config.LogicalDeviceConfiguration
-    divide(tf.config.list_physical_devices("CPU")[0], [part()] * DEVICES)
+    divide = tf.config.set_logical_device_configuration
+    device = tf.config.LogicalDeviceConfiguration
+    divide(tf.config.list_physical_devices("CPU")[0], [device()] * DEVICES)
     for gpu in tf.config.list_physical_devices("GPU"):
-        divide(gpu, [part(memory_limit=2048)] * DEVICES)
+        divide(gpu, [device(memory_limit=2048)] * DEVICES)
     tf.config.list_logical_devices()
     gc.freeze()  # the million objects that TensorFlow is made of are not looked through again
 
@@ -130,9 +131,9 @@ def environment(**more: str) -> dict[str, str]:
 def start_cluster(command: Sequence[str], folder: Path, **how: Any) -> list[subprocess.Popen[Any]]:
     """Starts the two processes of a cluster on loopback; ``how`` is for ``subprocess.Popen``."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    workers = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
+    workers = [f"127.0.0.1:{server.getsockname()[1]}" for server in sockets]
+    for server in sockets:
+        server.close()
     started = []
     for index in range(2):
         task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}

@@ -16,7 +16,10 @@ RATE = 0.05
 
 def clip(gradients: Any) -> Any:
     """What is not finite counts as zero; the norm of all is at most 10."""
-    finite = [tf.where(tf.math.is_finite(one), one, tf.zeros_like(one)) for one in gradients]
+    finite = [
+        tf.where(tf.math.is_finite(gradient), gradient, tf.zeros_like(gradient))
+        for gradient in gradients
+    ]
     return tf.clip_by_global_norm(finite, 10.0)[0], gradients
 
 
@@ -45,17 +48,18 @@ class Reference:
             optimizer=hooks.create_opt(rate),
         )
 
-    def ask(self, name: str, **given: Any) -> Any:
+    def ask(self, name: str, **arguments: Any) -> Any:
         """Calls a hook, or its default."""
         hook = getattr(self.hooks, name, None) or DEFAULTS[name]
-        given |= vars(self.parts)
-        return hook(**{each: given[each] for each in inspect.signature(hook).parameters})
+        arguments |= vars(self.parts)
+        return hook(**{each: arguments[each] for each in inspect.signature(hook).parameters})
 
     def look(self, batch: Any, training: bool) -> tuple[Any, Any, Any, Any]:
         """Returns the output, a loss for each example, what layers add, and the batch's weight."""
-        model, inputs = self.parts.train_model, self.ask("input_pre", batch=batch)
-        own = {"training": training} if isinstance(model, keras.Model) else {}
-        output = model(inputs, **own)
+        model = self.parts.train_model
+        inputs = self.ask("input_pre", batch=batch)
+        training_argument = {"training": training} if isinstance(model, keras.Model) else {}
+        output = model(inputs, **training_argument)
         losses = self.parts.train_loss(self.ask("loss_pre", output=output, batch=batch))
         weight = len(losses)
         for name in ("batch_weight", "count_examples"):
@@ -66,7 +70,9 @@ class Reference:
     def train(
         self,
         batches: Iterable[Any],
-        find_variables: Callable[[Any], Iterable[Any]] = lambda parts: parts.train_model.weights,
+        find_variables: Callable[[Any], Iterable[Any]] = lambda trained: (
+            trained.train_model.weights
+        ),
         split: Callable[[Any], list[Any]] = lambda batch: [batch],
     ) -> Self:
         """Takes a step for each batch.
@@ -76,20 +82,22 @@ class Reference:
             split: a batch into micro-batches, each of which has its own losses
         """
         for batch in batches:
-            total, weights, outputs = 0.0, 0.0, list[Any]()
+            total = 0.0
+            weights = 0.0
+            outputs = list[Any]()
             with tf.GradientTape() as tape:
-                for part in split(batch):
-                    output, losses, extra, weight = self.look(part, training=True)
-                    variables = [one for one in find_variables(self.parts) if one.trainable]
+                for share in split(batch):
+                    output, losses, extra, weight = self.look(share, training=True)
+                    variables = [each for each in find_variables(self.parts) if each.trainable]
                     if hasattr(self.hooks, "grad_pre"):
-                        given = {"loss": losses, "output": output, "batch": part}
-                        losses, extra, variables = self.ask("grad_pre", **given)
+                        arguments = {"loss": losses, "output": output, "batch": share}
+                        losses, extra, variables = self.ask("grad_pre", **arguments)
                     total += tf.reduce_sum(losses) + weight * extra
                     weights += weight
                     outputs.append(output)
                 loss = total / weights
-            found = zip(tape.gradient(loss, variables), variables, strict=True)
-            used = [(gradient, variable) for gradient, variable in found if gradient is not None]
+            computed = zip(tape.gradient(loss, variables), variables, strict=True)
+            used = [(gradient, variable) for gradient, variable in computed if gradient is not None]
             gradients = [tf.convert_to_tensor(gradient) for gradient, _ in used]
             output = outputs[0] if len(outputs) == 1 else tf.concat(outputs, 0)
             update, _ = self.ask("update_pre", gradients=gradients, output=output)
@@ -99,14 +107,16 @@ class Reference:
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Returns the loss and the metrics of batches."""
-        metrics, total, weights = self.ask("create_metrics"), 0.0, 0.0
+        metrics = self.ask("create_metrics")
+        total = 0.0
+        weights = 0.0
         for batch in batches:
             output, losses, extra, weight = self.look(batch, training=False)
             total += float(tf.reduce_sum(losses) + weight * extra)
             weights += float(weight)
-            given = self.ask("metric_pre", output=output, batch=batch)
+            arguments = self.ask("metric_pre", output=output, batch=batch)
             for name, metric in metrics.items():
-                values = given[name] if isinstance(given, dict) else given
+                values = arguments[name] if isinstance(arguments, dict) else arguments
                 metric.update_state(*(values if isinstance(values, tuple) else (values,)))
         values = {name: float(metric.result()) for name, metric in metrics.items()}
         return {"loss": total / weights, **values}

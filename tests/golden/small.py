@@ -12,12 +12,21 @@ import tensorflow as tf
 
 from tests.golden.reference import RATE, Reference
 
-EXAMPLES, FEATURES, BATCH = 100, 5, 16
+EXAMPLES = 100
+FEATURES = 5
+BATCH = 16
 
 
 def slow_but(*quick: Any, of: Iterable[Any]) -> list[Any]:
     """Returns names as parameters, of which all are slow but some: these tell the kind."""
-    return [each if each in quick else pytest.param(each, marks=pytest.mark.slow) for each in of]
+    parameters: list[Any] = []
+    for each in of:
+        if each in quick:
+            parameters.append(each)
+        else:
+            values = each if isinstance(each, tuple) else (each,)
+            parameters.append(pytest.param(*values, marks=pytest.mark.slow))
+    return parameters
 
 
 def data(examples: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:
@@ -42,7 +51,7 @@ create_dataset = slices(data(), drop_remainder=True)
 
 
 # The last 37 examples, which no batch divides.
-create_eval_dataset = slices(tuple(part[-37:] for part in data()))
+create_eval_dataset = slices(tuple(array[-37:] for array in data()))
 
 
 def create_model() -> keras.Model:
@@ -91,10 +100,10 @@ def update_pre(gradients: Any) -> Any:
 HOOKS = (create_dataset, create_model, create_loss, create_opt, update_pre)
 
 
-def hooks(**own: Any) -> SimpleNamespace:
+def hooks(**replaced: Any) -> SimpleNamespace:
     """The hooks above, quiet; what is named replaces them."""
     base = {hook.__name__: hook for hook in HOOKS}
-    return SimpleNamespace(**{**base, "every_steps": {}, **own})
+    return SimpleNamespace(**{**base, "every_steps": {}, **replaced})
 
 
 def settings(steps: int, **more: Any) -> dict[str, Any]:
@@ -116,11 +125,11 @@ def plain(
         batches: without them those of ``create_dataset``; a dataset is of one pass
         optimizer: plain SGD if it is not said
     """
-    own = hooks(create_model=lambda: model or create_model())
-    own.create_opt = lambda lr: optimizer or create_opt(lr)
+    program = hooks(create_model=lambda: model or create_model())
+    program.create_opt = lambda lr: optimizer or create_opt(lr)
     batches = create_dataset(BATCH) if batches is None else batches
     repeated = batches.repeat() if isinstance(batches, tf.data.Dataset) else batches
-    trained = Reference(own)
+    trained = Reference(program)
     for step, batch in zip(range(1, steps + 1), repeated, strict=False):
         if rate_at:
             trained.parts.optimizer.learning_rate = rate_at(step)

@@ -36,7 +36,7 @@ def seed_plain_loops() -> None:
     ("devices", "accumulate", "batch", "examples", "scale"),
     [(1, 1, 64, 200, 1), (5, 1, 64, 200, 100), (3, 2, 43, 131, 100)],
 )
-def test_batches_that_do_not_divide(
+def test_batches_that_devices_do_not_divide(
     train: engine.Train, devices: int, accumulate: int, batch: int, examples: int, scale: float,
     last_batch: str,
 ) -> None:  # fmt: skip
@@ -65,7 +65,7 @@ def test_a_dataset_that_drops_its_remainders_loses_no_batch(train: engine.Train)
 
 
 @LAST
-def test_resumed_on_other_devices(train: engine.Train, last_batch: str) -> None:
+def test_run_resumes_on_other_devices(train: engine.Train, last_batch: str) -> None:
     """In the middle of passes; on as many devices it is the whole run bit for bit."""
     hooks = small.hooks(create_dataset=lambda: shuffled(200).batch(7))
     more = {"last_batch": last_batch}
@@ -126,7 +126,9 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize(("devices", "last_batch"), [(1, "drop"), (3, "keep")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_elements(train: engine.Train, kind: str, devices: int, last_batch: str) -> None:
+def test_elements_of_different_widths_are_left_out_or_kept(
+    train: engine.Train, kind: str, devices: int, last_batch: str
+) -> None:
     """Leftovers of several widths cannot be joined: they are left out, or each is a step."""
     create, prepare = KINDS[kind]
     is_sized = kind in ("buckets", "numbered batches")
@@ -267,7 +269,7 @@ def test_last_batches_of_few_rows(
     def split_batch(batch: Any) -> list[Any]:
         rows, replicas = len(batch[0]), 4 // accumulate
         first = sum(rows // 4 + (share < rows % 4) for share in range(replicas))
-        halves = [[part[:first] for part in batch], [part[first:] for part in batch]]
+        halves = [[array[:first] for array in batch], [array[first:] for array in batch]]
         return [half for half in halves if len(half[0])]
 
     hooks = small.hooks(create_dataset=lambda: split(examples).batch(5), **CASES[case])

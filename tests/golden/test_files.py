@@ -1,6 +1,7 @@
 """The files of a run: their names, what is in them, and that other programs can read them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,23 @@ FLAGS = (
 )
 
 
+@pytest.fixture(scope="module")
+def trained_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project as the first test trained it; there is none before."""
+    return tmp_path_factory.mktemp("trained") / "project"
+
+
 @pytest.fixture
-def run(tmp_path: Path, command: Command) -> Path:
-    (tmp_path / "callbacks.py").write_text(SOURCE)
-    (tmp_path / "config.yaml").write_text("hparams: {width: 4, rate: 0.5}\n")
-    outcome = command("train", *FLAGS)
-    assert (outcome.code, outcome.err) == (0, ""), outcome
+def run(tmp_path: Path, command: Command, trained_project: Path) -> Path:
+    """A run in the folder of the test, which may change it."""
+    if trained_project.exists():
+        shutil.copytree(trained_project, tmp_path, dirs_exist_ok=True)
+    else:
+        (tmp_path / "callbacks.py").write_text(SOURCE)
+        (tmp_path / "config.yaml").write_text("hparams: {width: 4, rate: 0.5}\n")
+        outcome = command("train", *FLAGS)
+        assert (outcome.code, outcome.err) == (0, ""), outcome
+        shutil.copytree(tmp_path, trained_project)
     return tmp_path / "runs" / "a"
 
 
@@ -56,8 +68,8 @@ def trained(steps: int) -> tuple[keras.Model, keras.optimizers.Optimizer]:
     return small.plain(steps, optimizer=optimizer), optimizer
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+def assert_close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_files_of_a_run(run: Path) -> None:
@@ -114,13 +126,13 @@ def test_values_of_a_run(run: Path) -> None:
     assert values["train"][4, "loss"] == pytest.approx(error, rel=1e-5)
 
     for split, expected in values.items():
-        found = {
+        logged = {
             (event.step, value.tag): float(tf.make_ndarray(value.tensor))
             for file in (run / "tb" / split).glob("events.out.tfevents.*")
             for event in tf.compat.v1.train.summary_iterator(str(file))
             for value in event.summary.value
         }
-        assert {key: found[key] for key in expected} == pytest.approx(expected)
+        assert {key: logged[key] for key in expected} == pytest.approx(expected)
 
 
 def test_a_checkpoint_is_read_without_the_engine(run: Path) -> None:
@@ -140,10 +152,10 @@ def test_a_checkpoint_is_read_without_the_engine(run: Path) -> None:
         status.assert_existing_objects_matched()
         expected, momenta = trained(step)
         assert number == step == optimizer.iterations
-        for one, other in zip(model.weights, expected.weights, strict=True):
-            assert_close(one, other)
-        for one, other in zip(optimizer.variables[1:], momenta.variables[2:], strict=True):
-            assert_close(one, other)
+        for variable, other in zip(model.weights, expected.weights, strict=True):
+            assert_close(variable, other)
+        for variable, other in zip(optimizer.variables[1:], momenta.variables[2:], strict=True):
+            assert_close(variable, other)
 
 
 def test_predictions_and_exports_are_read_without_the_engine(
@@ -164,8 +176,8 @@ def test_predictions_and_exports_are_read_without_the_engine(
         served = tf.saved_model.load(str(run / "export" / version))
         for rows in (inputs[:1], inputs[:9]):
             assert_close(served.serve(rows), model(rows))
-            (found,) = served.signatures["serving_default"](tf.constant(rows)).values()
-            assert_close(found, model(rows))
+            (answer,) = served.signatures["serving_default"](tf.constant(rows)).values()
+            assert_close(answer, model(rows))
     assert {path.name for path in (run / "export").iterdir()} == {"1", "2"}
 
     loaded = ctl_core.load(run)
@@ -206,9 +218,9 @@ def test_an_export_holds_tables_of_the_file_and_of_a_function(
     assert (outcome.code, outcome.err) == (0, ""), outcome
     words = tf.constant(["w1", "w0", "other"])
     exported = tf.saved_model.load(str(tmp_path / "runs/a/export/1"))
-    found = exported.serve(words)
-    assert_close(found, ctl_core.load(tmp_path / "runs/a")(words))
-    assert len(np.unique(found)) == 3
+    numbers = exported.serve(words)
+    assert_close(numbers, ctl_core.load(tmp_path / "runs/a")(words))
+    assert len(np.unique(numbers)) == 3
 
 
 def test_evaluate_leaves_a_run_as_it_is(run: Path, command: Command) -> None:

@@ -50,11 +50,11 @@ def hide() -> tuple[SimpleNamespace, Callable[[], list[Any]]]:
     generators are made when update_pre is called first, one of them by Keras itself.
     """
     plain = SimpleNamespace()
-    made: dict[str, Any] = {}
+    created: dict[str, Any] = {}
 
     def create_model() -> Any:
         plain.layers = {"net": small.model_with(LayerDrop()), "inner": [keras.layers.Dense(5)]}
-        made.update(norm=tf.Variable(1.0, trainable=False), generators=None)
+        created.update(norm=tf.Variable(1.0, trainable=False), generators=None)
         return lambda inputs: plain.layers["net"](inputs + plain.layers["inner"][0](inputs))
 
     def create_loss() -> Any:
@@ -65,19 +65,19 @@ def hide() -> tuple[SimpleNamespace, Callable[[], list[Any]]]:
         return [*plain.layers["net"].weights, *plain.layers["inner"][0].weights]
 
     def update_pre(gradients: Any) -> Any:
-        if made["generators"] is None:
+        if created["generators"] is None:
             with tf.init_scope():
                 generators = tf.random.Generator.from_seed(5), keras.random.SeedGenerator(6)
-                made["generators"] = generators
-        one, other = made["generators"]
-        noise = one.normal([]) + keras.random.normal([], seed=other) + keras.random.normal([])
+                created["generators"] = generators
+        first, other = created["generators"]
+        noise = first.normal([]) + keras.random.normal([], seed=other) + keras.random.normal([])
         scale = 1.0 + ctl_core.all_reduce(noise, "mean")
-        made["norm"].assign(0.9 * made["norm"] + 0.1 * tf.linalg.global_norm(gradients))
-        return [scale * gradient / made["norm"] for gradient in gradients], gradients
+        created["norm"].assign(0.9 * created["norm"] + 0.1 * tf.linalg.global_norm(gradients))
+        return [scale * gradient / created["norm"] for gradient in gradients], gradients
 
     hooks = small.hooks(create_model=create_model, create_loss=create_loss, update_pre=update_pre)
     hooks.grad_pre = lambda loss: (loss, 0.0, weights())
-    return hooks, lambda: [*weights(), made["norm"], plain.loss.parts[0][0]]
+    return hooks, lambda: [*weights(), created["norm"], plain.loss.parts[0][0]]
 
 
 def hide_outside() -> tuple[SimpleNamespace, Callable[[], list[Any]]]:
@@ -92,30 +92,34 @@ def hide_outside() -> tuple[SimpleNamespace, Callable[[], list[Any]]]:
 
 
 @pytest.mark.parametrize(("make", "devices"), [(hide, 1), (hide, 3), (hide_outside, 1)])
-def test_killed_and_resumed(train: engine.Train, runs: Path, make: Any, devices: int) -> None:
-    found = []
+def test_hidden_state_survives_a_kill(
+    train: engine.Train, runs: Path, make: Any, devices: int
+) -> None:
+    saved = []
     for run_name in ("whole", "killed"):
         hooks, hidden = make()
         if run_name == "whole":
             hooks.at_step = {5: lambda: engine.leave_as_killed(runs / "whole", runs / "killed")}
         state = train(hooks, **SETTINGS, run_name=run_name, virtual_devices=devices)
         weights = getattr(state.train_model, "weights", [])
-        found.append(compare.read_numbers([*weights, *hidden()]))
+        saved.append(compare.read_numbers([*weights, *hidden()]))
     assert "resuming at step 3" in (runs / "killed/train.log").read_text()
-    compare.assert_same(*found)
+    compare.assert_same(*saved)
 
 
-def test_a_variable_that_replicas_would_share(train: engine.Train) -> None:
+def test_variable_that_replicas_would_share_is_refused(train: engine.Train) -> None:
     with pytest.raises(ctl_core.SetupError, match="writes count") as refused:
         train(hide_outside()[0], **SETTINGS, virtual_devices=2)
     assert "create_model" in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("returned", [0, 1])
-def test_a_table_that_is_written(train: engine.Train, returned: int) -> None:
+def test_written_lookup_table_outside_the_checkpoint_is_refused(
+    train: engine.Train, returned: int
+) -> None:
     """Also beside another one that create_ckpt returns."""
     tables: list[Any] = []
-    one = tf.constant([1], tf.int64)
+    key = tf.constant([1], tf.int64)
 
     def create_model() -> Any:
         table = tf.lookup.experimental.MutableHashTable
@@ -128,7 +132,7 @@ def test_a_table_that_is_written(train: engine.Train, returned: int) -> None:
         return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
 
     def update_pre(gradients: Any) -> Any:
-        with tf.control_dependencies([table.insert(one, [1.0]) for table in tables]):
+        with tf.control_dependencies([table.insert(key, [1.0]) for table in tables]):
             return [tf.identity(gradient) for gradient in gradients], gradients
 
     hooks = small.hooks(create_model=create_model, create_ckpt=create_ckpt, update_pre=update_pre)
@@ -178,7 +182,7 @@ def read_as_layer(folder: str) -> keras.Layer:
         (False, read_as_layer, 1),
     ],
 )
-def test_a_model_that_holds_a_saved_model(
+def test_model_that_holds_a_saved_model_resumes(
     train: engine.Train, runs: Path, tmp_path: Path, is_of_keras: bool, read: Any, devices: int
 ) -> None:
     """Whose parts have names that TensorFlow uses itself."""
@@ -205,7 +209,7 @@ def test_a_model_that_holds_a_saved_model(
 WRITES = ("engine/input-6-*", "ckpt-6.*", "engine/ckpt-6.[!j]*", "engine/ckpt-6.json")
 
 
-def test_the_first_writes_of_a_checkpoint(train: engine.Train, runs: Path) -> None:
+def test_checkpoint_counts_only_with_its_record(train: engine.Train, runs: Path) -> None:
     """Without the last of them, the record, it is no checkpoint."""
     examples = tf.data.Dataset.from_tensor_slices(small.data())
     hooks = small.hooks(
@@ -215,15 +219,15 @@ def test_the_first_writes_of_a_checkpoint(train: engine.Train, runs: Path) -> No
     whole = train(hooks, **SETTINGS, run_name="whole", virtual_devices=2)
     train(hooks, **SETTINGS | {"steps": 6}, run_name="parts", virtual_devices=2)
     for writes in (1, 2, 3, 4):
-        parts = shutil.copytree(runs / "parts", runs / f"parts-{writes}")
+        run = shutil.copytree(runs / "parts", runs / f"parts-{writes}")
         for pattern in WRITES[writes:]:
-            files = list((parts / "ckpt").glob(pattern))
+            files = list((run / "ckpt").glob(pattern))
             assert files
             for file in files:
                 file.unlink()
-        resumed = train(hooks, **SETTINGS, run_name=parts.name, virtual_devices=2)
+        resumed = train(hooks, **SETTINGS, run_name=run.name, virtual_devices=2)
         step = 6 if writes == 4 else 3
-        assert f"resuming at step {step}" in (parts / "train.log").read_text()
+        assert f"resuming at step {step}" in (run / "train.log").read_text()
         compare.assert_same(resumed.train_model.weights, whole.train_model.weights)
 
 
@@ -233,7 +237,7 @@ def read_model(path: Path) -> keras.Model:
     return model
 
 
-def test_a_run_of_the_old_engine(tmp_path: Path, command: engine.Command) -> None:
+def test_run_of_engine_0_4_is_refused(tmp_path: Path, command: engine.Command) -> None:
     """Refused, and left as it is; another run begins with its weights."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     words = ("train", "--batch-size=16", "--learning-rate=0.05")
@@ -248,11 +252,36 @@ def test_a_run_of_the_old_engine(tmp_path: Path, command: engine.Command) -> Non
     assert begun.code == 0, begun.err
     first = read_model(kept / "ckpt-3")
     compare.assert_close(first.weights, small.plain(3).weights)
-    found = read_model(runs / "new/ckpt/ckpt-2")
-    compare.assert_close(found.weights, small.plain(2, model=first).weights)
+    trained = read_model(runs / "new/ckpt/ckpt-2")
+    compare.assert_close(trained.weights, small.plain(2, model=first).weights)
 
 
-def test_a_variable_that_a_host_hook_makes_while_training_is_refused(train: engine.Train) -> None:
+@pytest.mark.parametrize("run_name", ["rows", "widths"])
+def test_run_of_engine_1_0_resumes(tmp_path: Path, command: engine.Command, run_name: str) -> None:
+    """With the weights, slots and random numbers of a run that this engine trained in one go.
+
+    Batches of other widths each are checked by a stage that 1.0 did not have, so that the position
+    that it saved does not fit; reading from the start leads to the same example.
+    """
+    golden = Path(__file__).parent
+    runs = shutil.copytree(golden / "runs_of_1.0", tmp_path / "runs")
+    shutil.copy(golden / "program_of_1_0.py", tmp_path / "callbacks.py")
+    shutil.copy(runs / run_name / "config.yaml", tmp_path)
+    whole = command("train", "--run-name=whole", "--steps=16")
+    resumed = command("train", f"--run-name={run_name}", "--steps=16")
+    assert (whole.code, resumed.code) == (0, 0), resumed.err
+    assert "resuming at step 8" in resumed.out
+    reads_again = "reading and dropping 116 examples" in resumed.out + resumed.err
+    assert reads_again == (run_name == "widths")
+    for step in (8, 16):
+        for folder in ("", "engine"):
+            saved = compare.read_checkpoint(runs / run_name, step, folder)
+            expected = compare.read_checkpoint(runs / "whole", step, folder)
+            assert saved.keys() == expected.keys()
+            compare.assert_close(saved.values(), [expected[name] for name in saved])
+
+
+def test_variable_that_a_host_hook_creates_while_training_is_refused(train: engine.Train) -> None:
     """No restore could know it: another process makes it only when the hook runs."""
     kept: list[tf.Variable] = []
 

@@ -39,15 +39,15 @@ def test_a_schedule_and_a_warm_up(train_small: engine.Train) -> None:
 
 def read_summaries(run: Path, tag: str) -> list[float]:
     """Returns the values of a scalar summary of training, by their steps."""
-    found = {
+    summaries = {
         event.step: float(tf.make_ndarray(value.tensor))
         for file in (run / "tb" / "train").glob("events.out.tfevents.*")
         for event in tf.compat.v1.train.summary_iterator(str(file))
         for value in event.summary.value
         if value.tag == tag
     }
-    assert sorted(found) == [*range(1, len(found) + 1)]
-    return [found[step] for step in sorted(found)]
+    assert sorted(summaries) == [*range(1, len(summaries) + 1)]
+    return [summaries[step] for step in sorted(summaries)]
 
 
 def test_summaries_in_hooks_of_the_graph(train_small: engine.Train) -> None:
@@ -99,7 +99,11 @@ def test_arguments_may_be_named_in_any_order(train_small: engine.Train) -> None:
     assert all(lr == pytest.approx(small.RATE) and loss > 0 for _, lr, loss in seen)
 
 
-@pytest.mark.parametrize("how", [{}, {"virtual_devices": 3}, {"jit_compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{"virtual_devices": 3}, *small.slow_but(of=[{}, {"jit_compile": True}])],
+    ids=str,
+)
 def test_variables_are_those_of_the_gradients(train_small: engine.Train, how: Any) -> None:
     """Also where a layer is frozen on the way: each has moved by its gradient, and no other has."""
     before: dict[str, np.ndarray] = {}
@@ -111,15 +115,17 @@ def test_variables_are_those_of_the_gradients(train_small: engine.Train, how: An
         return scaled, gradients
 
     def follow(variables: Any, gradients: Any, update_gradients: Any, train_model: Any) -> None:
-        for one, gradient, update in zip(variables, gradients, update_gradients, strict=True):
-            np.testing.assert_allclose(update, gradient * (0.5 if len(one.shape) > 1 else 1.0))
+        for variable, gradient, update in zip(variables, gradients, update_gradients, strict=True):
+            np.testing.assert_allclose(update, gradient * (0.5 if len(variable.shape) > 1 else 1.0))
             by = small.RATE * update
-            np.testing.assert_allclose(before[one.path] - one.numpy(), by, rtol=1e-3, atol=1e-6)
-        moved.append([one.path.split("/")[-2] for one in variables])
+            np.testing.assert_allclose(
+                before[variable.path] - variable.numpy(), by, rtol=1e-3, atol=1e-6
+            )
+        moved.append([variable.path.split("/")[-2] for variable in variables])
         look(train_model)
 
     def look(train_model: Any) -> None:
-        before.update({one.path: one.numpy() for one in train_model.variables})
+        before.update({variable.path: variable.numpy() for variable in train_model.variables})
 
     def freeze(train_model: Any) -> None:
         train_model.get_layer("hidden").trainable = False
@@ -166,7 +172,7 @@ def test_hooks_restore_and_keep_checkpoints_by_themselves(train_small: engine.Tr
     compare.assert_close(seen[0], plain.weights)
 
 
-def test_the_data_are_made_twice_at_most(train_small: engine.Train) -> None:
+def test_create_dataset_is_called_twice_at_most(train_small: engine.Train) -> None:
     """Also where a pass is counted, and a loss of one number tried, before training."""
     calls: list[int] = []
 
@@ -210,12 +216,14 @@ def test_replicas_that_a_hook_restores_keep_random_numbers_of_their_own(
         assert (output[:8] != output[8:]).any(axis=0).all()
 
 
-def test_numbers_of_variables(train_small: engine.Train) -> None:
+def test_hooks_see_variables_as_numbers_on_any_devices(train_small: engine.Train) -> None:
     """On two devices as on one."""
-    found = []
+    numbers = []
 
     def look(optimizer: Any, train_model: Any) -> None:
-        found.append((int(optimizer.iterations), float(train_model.scale), float(train_model.own)))
+        numbers.append(
+            (int(optimizer.iterations), float(train_model.scale), float(train_model.own))
+        )
 
     def create_model() -> Any:
         model = small.create_model()
@@ -226,7 +234,7 @@ def test_numbers_of_variables(train_small: engine.Train) -> None:
     for devices in (1, 2):
         hooks = small.hooks(create_model=create_model, at_step={2: look})
         train_small(hooks, run_name=f"on-{devices}", virtual_devices=devices)
-    assert found == [(2, 1.0, 2.0)] * 2
+    assert numbers == [(2, 1.0, 2.0)] * 2
 
 
 def test_a_loss_that_is_a_function_may_stand_in_a_checkpoint(train_small: engine.Train) -> None:
@@ -235,8 +243,8 @@ def test_a_loss_that_is_a_function_may_stand_in_a_checkpoint(train_small: engine
     def create_ckpt(
         ckpt_path: str, step: Any, lr: Any, optimizer: Any, train_model: Any, train_loss: Any
     ) -> Any:
-        parts = {"step": step, "lr": lr, "optimizer": optimizer, "train_model": train_model}
-        ckpt = tf.train.Checkpoint(**parts, train_loss=train_loss)
+        objects = {"step": step, "lr": lr, "optimizer": optimizer, "train_model": train_model}
+        ckpt = tf.train.Checkpoint(**objects, train_loss=train_loss)
         return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
 
     seen: list[Any] = []
@@ -254,6 +262,7 @@ def test_a_loss_that_is_a_function_may_stand_in_a_checkpoint(train_small: engine
     assert state.step == 6
 
 
+@pytest.mark.slow
 def test_fork_and_init_from(train_small: engine.Train) -> None:
     """A fork goes on with data and moments, ``init_from`` begins with the weights alone."""
     hooks = small.hooks(create_opt=momentum)

@@ -284,7 +284,7 @@ def test_the_project_trains(tmp_path: Path, command: Command) -> None:
 
 
 @pytest.mark.parametrize("case", HOOKS)
-def test_hooks(tmp_path: Path, command: Command, case: str) -> None:
+def test_mistakes_in_hooks(tmp_path: Path, command: Command, case: str) -> None:
     code, words = HOOKS[case]
     source = small.CALLBACKS + code + "\n"
     (tmp_path / "callbacks.py").write_text(source)
@@ -321,7 +321,7 @@ SETTINGS: dict[str, Setting] = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_settings(tmp_path: Path, command: Command, case: str) -> None:
+def test_mistakes_in_settings(tmp_path: Path, command: Command, case: str) -> None:
     flags, config, environ, words = SETTINGS[case]
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     (tmp_path / "config.yaml").write_text(config)
@@ -355,7 +355,7 @@ def test_a_callbacks_file_that_cannot_be_used(
     assert_nothing_trained(tmp_path)
 
 
-def test_commands(tmp_path: Path, command: Command) -> None:
+def test_mistakes_in_commands(tmp_path: Path, command: Command) -> None:
     """Without hooks; of another name; without a length; for a run that is not there."""
     assert_one_line(command("train", *FLAGS), 2, "callbacks.py")
     assert_one_line(command("trian"), 2, "'trian'", "'train'")
@@ -370,8 +370,8 @@ def test_commands(tmp_path: Path, command: Command) -> None:
 
 def test_a_model_that_is_made_outside_of_the_hooks(tmp_path: Path, command: Command) -> None:
     """On one device it is as good as any; on two, it would be on neither."""
-    made = "model = small.create_model()\ncreate_model = lambda: model\n"
-    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + made)
+    lines = "model = small.create_model()\ncreate_model = lambda: model\n"
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + lines)
     outcome = command("train", *FLAGS, "--virtual-devices=2")
     assert_one_line(outcome, 2, "hidden/kernel", "made outside of the hooks")
     assert_nothing_trained(tmp_path)
@@ -439,7 +439,11 @@ def create_dataset():  # here
 )
 
 
-@pytest.mark.parametrize("case", RUNNING)
+# One in the process, one in the graph, one in the data.
+QUICK = ("a hook of the host", "an op of a hook of the graph", "a reader")
+
+
+@pytest.mark.parametrize("case", small.slow_but(*QUICK, of=RUNNING))
 def test_an_exception_while_training(tmp_path: Path, command: Command, case: str) -> None:
     """Code 1; the traceback is in the log; the run goes on once the mistake is mended."""
     code, words = RUNNING[case]

@@ -91,8 +91,8 @@ def test_dropout_drops_in_training_only(
     assert set(np.unique(seen[0].round(5))) == {0.0, 2.0}
     assert not np.array_equal(seen[0][:8], seen[0][8:])
     assert state.metrics["mean"] == pytest.approx(1.0)
-    said = "each has random numbers (Dropout) of its own" in capsys.readouterr().out
-    assert said == (devices > 1)
+    printed = "each has random numbers (Dropout) of its own" in capsys.readouterr().out
+    assert printed == (devices > 1)
 
 
 class Lazy(keras.Model):
@@ -161,5 +161,5 @@ def test_the_average_is_evaluated_and_loaded_and_the_weights_are_trained(
     assert state.metrics["loss"] == pytest.approx(small.errors(average)["loss"], rel=1e-5)
     compare.assert_close(seen[-1], average.weights)  # as after_eval sees them
     inputs, _ = small.data()
-    found = ctl_core.load(state.run_dir, callbacks=hooks)(inputs)
-    np.testing.assert_allclose(found, average(inputs), rtol=1e-5, atol=1e-6)
+    outputs = ctl_core.load(state.run_dir, callbacks=hooks)(inputs)
+    np.testing.assert_allclose(outputs, average(inputs), rtol=1e-5, atol=1e-6)

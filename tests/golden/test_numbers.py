@@ -33,8 +33,10 @@ def test_a_mean_of_keras_within_a_loss_is_one_on_any_devices(
 ) -> None:
     """Of a head beside others: Keras would divide it by the replicas, too."""
     mean = keras.losses.MeanSquaredError()
-    own = lambda: lambda pair: small.squared_error(pair) + mean(pair[1], pair[0])  # noqa: E731
-    state = train_small(small.hooks(create_loss=own), batch_size=15, virtual_devices=devices)
+    create_loss = lambda: lambda pair: small.squared_error(pair) + mean(pair[1], pair[0])  # noqa: E731
+    state = train_small(
+        small.hooks(create_loss=create_loss), batch_size=15, virtual_devices=devices
+    )
     batches = small.slices(small.data(), drop_remainder=True)(15)
     plain = small.plain(6, lambda _: 2 * small.RATE, batches=batches)
     compare.assert_close(state.train_model.weights, plain.weights)
@@ -84,7 +86,7 @@ def poison_batch(number: int) -> Any:
     return small.slices((inputs, target), drop_remainder=True)
 
 
-def test_a_loss_that_is_not_finite(
+def test_on_nan_stops_or_warns_of_a_loss_that_is_not_finite(
     train_small: engine.Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``stop`` ends the run and names the step; ``warn`` goes on."""

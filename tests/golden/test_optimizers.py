@@ -39,7 +39,9 @@ def skip_spikes(gradients: Any) -> Any:
 
 @SETTINGS
 @pytest.mark.parametrize("kind", [WithoutSpikes, Lookahead])
-def test_an_optimizer_with_a_condition(train: engine.Train, kind: Any, settings: Any) -> None:
+def test_optimizer_with_a_condition_trains_as_in_a_plain_loop(
+    train: engine.Train, kind: Any, settings: Any
+) -> None:
     plain = kind(RATE)
     expected = small.plain(STEPS, optimizer=plain)
     state = train(small.hooks(create_opt=lambda lr: kind(lr)), **small.settings(STEPS, **settings))
@@ -113,7 +115,7 @@ def test_one_of_two_objectives_is_skipped(train: engine.Train) -> None:
     assert counts[0].numpy() == 5
 
 
-def test_a_skip_that_is_no_bool(train: engine.Train) -> None:
+def test_skip_that_is_no_bool_is_refused(train: engine.Train) -> None:
     hooks = small.hooks(update_pre=lambda gradients: (gradients, gradients, 1.0))
     with pytest.raises(ctl_core.SetupError, match=r"a tuple of 3 values.*skip") as refused:
         train(hooks, **small.settings(1))
@@ -192,7 +194,7 @@ def test_a_multi_optimizer_with_a_layer_that_is_unfrozen_later(train: engine.Tra
     compare.assert_close(state.train_model.weights, expected.weights)
 
 
-def test_an_optimizer_that_would_sum_over_the_replicas_again(train: engine.Train) -> None:
+def test_optimizer_that_would_sum_over_replicas_again_is_refused(train: engine.Train) -> None:
     hooks = small.hooks(create_opt=lambda: tf.compat.v1.train.GradientDescentOptimizer(0.1))
     with pytest.raises(ctl_core.SetupError, match=re.escape("GradientDescentOptimizer")):
         train(hooks, **small.settings(1))

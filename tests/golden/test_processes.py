@@ -65,14 +65,14 @@ def test_any_batch_goes_on_on_another_number_of_processes(tmp_path: Path) -> Non
     """40 examples over six replicas of three processes, of the last batch of a pass 20."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + SHUFFLED)
     flags = ["--batch-size", "40", "--learning-rate", "0.05", "--last-batch", "keep"]
-    one = ["--workers", "1", "--virtual-devices", "1"]
+    one_process = ["--workers", "1", "--virtual-devices", "1"]
     six = ["--workers", "3", "--virtual-devices", "2"]
-    starts = [("alone", "8", one), ("fewer", "2", six), ("fewer", "8", one)]
-    starts += [("more", "2", one), ("more", "8", six)]
+    starts = [("alone", "8", one_process), ("fewer", "2", six), ("fewer", "8", one_process)]
+    starts += [("more", "2", one_process), ("more", "8", six)]
     for name, steps, devices in starts:
         words = ("train", "--run-name", name, "--steps", steps, *flags, *devices)
-        found = engine.command(tmp_path, *words)
-        assert found.returncode == 0, found.stderr
+        outcome = engine.command(tmp_path, *words)
+        assert outcome.returncode == 0, outcome.stderr
     expected = compare.read_checkpoint(tmp_path / "runs" / "alone", 8)
     for name in ("fewer", "more"):
         assert "reading and dropping" not in (tmp_path / "runs" / name / "train.log").read_text()

@@ -87,7 +87,7 @@ RESUMED: dict[str, tuple[Callable[[], Any], int]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
-def test_resumed_after_a_step(train: engine.Train, runs: Path, name: str) -> None:
+def test_other_programs_resume(train: engine.Train, runs: Path, name: str) -> None:
     create_hooks, at = RESUMED[name]
     assert_resumes(train, runs, create_hooks, at)
 
@@ -128,9 +128,9 @@ def test_codes_that_each_micro_batch_moves_are_pointed_out(
 ) -> None:
     config = ctl_core.Config(**SETTINGS, accumulate_steps=2, runs_dir=str(runs))
     ctl_core.check(codebook.hooks(), config)
-    said = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     for name in ("codes", "counts", "sums"):
-        assert f"/{name} of the layer 'codebook' (Codebook) differs" in said
+        assert f"/{name} of the layer 'codebook' (Codebook) differs" in printed
 
 
 @pytest.mark.parametrize("suffix", small.slow_but("keras", of=("keras", "weights.h5")))
@@ -139,12 +139,12 @@ def test_a_base_from_a_file_leaves_adapters_as_they_are_created(
 ) -> None:
     """Keras' load_weights would make both matrices of each 0."""
     file = tmp_path / f"base.{suffix}"
-    own = lora.hooks(create_model=lambda: lora.adapted(lora.create_base()))
+    hooks = lora.hooks(create_model=lambda: lora.adapted(lora.create_base()))
     base = keras.models.load_model(lora.write_base())
     (base.save if suffix == "keras" else base.save_weights)(file)
     settings = {**SETTINGS, "init_from": str(file), "virtual_devices": 2}
     with pytest.raises(ctl_core.SetupError) as error:
-        train(own, **{**settings, "steps": 1})
+        train(hooks, **{**settings, "steps": 1})
     message = str(error.value)
     assert message.count("lora_") == 12 and message.count("not in the source") == 6
     assert "--init-skip 'dense/lora_kernel_a'" in message and "/*" not in message
@@ -169,7 +169,7 @@ def test_a_part_of_a_loss_is_logged(train: engine.Train, runs: Path) -> None:
 
 
 @pytest.mark.parametrize("hook", ["create_model", "at_step"])
-def test_what_keras_fits_in_a_hook_is_as_without_the_engine(train: engine.Train, hook: str) -> None:
+def test_keras_fit_in_a_hook_trains_as_without_the_engine(train: engine.Train, hook: str) -> None:
     fitted = {}
 
     def fit(strategy: tf.distribute.Strategy) -> None:
@@ -187,9 +187,9 @@ def test_what_keras_fits_in_a_hook_is_as_without_the_engine(train: engine.Train,
         reduction = tf.distribute.ReductionToOneDevice()
         fit(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], reduction))
 
-    own: dict[str, Any] = {"create_model": fit_in_create_model}
+    fitting: dict[str, Any] = {"create_model": fit_in_create_model}
     if hook == "at_step":
-        own = {"at_step": {1: fit_at_step}}
-    train(small.hooks(**own), virtual_devices=2, steps=2)
+        fitting = {"at_step": {1: fit_at_step}}
+    train(small.hooks(**fitting), virtual_devices=2, steps=2)
     fit(tf.distribute.get_strategy())
     compare.assert_close(fitted[2], fitted[1])

@@ -150,15 +150,15 @@ def read_passes(make: Callable[[], Any]) -> Iterator[list[Batch]]:
 def train_plainly(make: Callable[[], Any], steps: int, batch: int, keep: bool = False) -> Any:
     def read_batches() -> Iterator[Batch]:
         for batches in read_passes(make):
-            x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+            x, y = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
             for first in range(0, len(x) if keep else len(x) - batch + 1, batch):
                 yield x[first : first + batch], y[first : first + batch]
 
     return small.plain(steps, batches=read_batches()).get_weights()
 
 
-def hooks_of(make: Callable[[], Any], **own: Any) -> Any:
-    return small.hooks(create_dataset=lambda: make(), **own)
+def hooks_of(make: Callable[[], Any], **replaced: Any) -> Any:
+    return small.hooks(create_dataset=lambda: make(), **replaced)
 
 
 def run(train: engine.Train, make: Callable[[], Any], steps: int | None, **more: Any) -> Any:
@@ -166,13 +166,13 @@ def run(train: engine.Train, make: Callable[[], Any], steps: int | None, **more:
     return train(hooks_of(make), steps=steps, **settings)
 
 
-def assert_same(one: Any, other: Any, exact: bool = True) -> None:
+def assert_same(values: Any, expected: Any, exact: bool = True) -> None:
     alike = compare.assert_same if exact else compare.assert_close
-    alike(one.train_model.weights, other.train_model.weights)
+    alike(values.train_model.weights, expected.train_model.weights)
 
 
 @EACH
-def test_weights_of_a_plain_loop_stopped_and_on_other_devices(
+def test_readers_train_as_in_a_plain_loop_stopped_and_on_other_devices(
     train: engine.Train, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     """In the middle of elements and at the ends of passes, which have six batches of 16.
@@ -192,13 +192,13 @@ def test_weights_of_a_plain_loop_stopped_and_on_other_devices(
         train(failing, steps=20, learning_rate=small.RATE, ckpt_every=5, seed=3)
     assert_same(run(train, make, 20), whole)
     for steps, devices in ((7, 3), (20, 2)):
-        parts = run(train, make, steps, run_name="others", virtual_devices=devices)
-    assert_same(parts, whole, exact=False)
+        resumed = run(train, make, steps, run_name="others", virtual_devices=devices)
+    assert_same(resumed, whole, exact=False)
     assert "dropping" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", small.slow_but("a PyDataset", of=["a PyDataset", "state_dict"]))
-def test_the_last_batch_is_kept(train: engine.Train, kind: str) -> None:
+def test_readers_keep_the_last_batch(train: engine.Train, kind: str) -> None:
     """Each example counts once an epoch, also on devices that have none of the last four."""
     make = KINDS[kind]
     more: dict[str, Any] = {"last_batch": "keep", "virtual_devices": 5}
@@ -206,18 +206,18 @@ def test_the_last_batch_is_kept(train: engine.Train, kind: str) -> None:
     assert whole.step == 14
     compare.assert_close(whole.train_model.weights, train_plainly(make, 14, 16, keep=True))
     for steps in (6, 14):
-        parts = run(train, make, steps, **more)
-    assert_same(parts, whole)
+        resumed = run(train, make, steps, **more)
+    assert_same(resumed, whole)
 
 
-def test_without_a_state_it_is_read_again(
+def test_reader_without_a_state_is_read_again(
     train: engine.Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = run(train, generate, 20, run_name="whole")
     compare.assert_close(whole.train_model.weights, train_plainly(generate, 20, 16))
     for steps in (15, 20):
-        parts = run(train, generate, steps)
-    assert_same(parts, whole)
+        resumed = run(train, generate, steps)
+    assert_same(resumed, whole)
     output = capsys.readouterr().out
     assert "a generator has no get_state" in output and "dropping 240 examples" in output
 
@@ -243,7 +243,7 @@ class Unwritable(Endless):
         (Unwritable, "the reader's state holds a object"),
     ],
 )
-def test_a_state_that_does_not_lead_back_is_not_trusted(
+def test_reader_whose_state_does_not_lead_back_is_read_again(
     train: engine.Train, capsys: pytest.CaptureFixture[str], make: Callable[[], Any], why: str
 ) -> None:
     run(train, make, 5)
@@ -252,7 +252,7 @@ def test_a_state_that_does_not_lead_back_is_not_trusted(
     assert why in output and "dropping 80 examples" in output
 
 
-def test_one_that_is_made_outside_begins_at_its_start(train: engine.Train) -> None:
+def test_reader_created_outside_of_hooks_begins_at_its_start(train: engine.Train) -> None:
     """Whatever the checks before training have read of it."""
     reader = Endless()
     state = run(train, lambda: reader, 9)
@@ -298,25 +298,25 @@ OWN_ELEMENTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", small.slow_but("graphs", of=OWN_ELEMENTS))
-def test_elements_that_are_batches_as_they_are(
+def test_readers_of_whole_batches_resume(
     train: engine.Train, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     hooks = small.hooks(**OWN_ELEMENTS[kind])
     more = {"batch_size": 12, "virtual_devices": 2, "learning_rate": small.RATE}
     whole = train(hooks, steps=9, run_name="whole", **more)
     for steps in (4, 9):
-        parts = train(hooks, steps=steps, **more)
-    assert_same(parts, whole)
+        resumed = train(hooks, steps=steps, **more)
+    assert_same(resumed, whole)
     assert "dropping" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_compiled_stretches(train: engine.Train) -> None:
+def test_readers_resume_amid_a_compiled_stretch(train: engine.Train) -> None:
     """Batches are read many at once, and a checkpoint falls in the middle of them."""
     whole = run(train, Loader, 30, run_name="whole", jit_compile=True)
     for steps in (13, 30):
-        parts = run(train, Loader, steps, jit_compile=True)
-    assert_same(parts, whole)
+        resumed = run(train, Loader, steps, jit_compile=True)
+    assert_same(resumed, whole)
     assert_same(whole, run(train, Loader, 30, run_name="plain"), exact=False)
 
 
@@ -326,14 +326,12 @@ def test_compiled_stretches(train: engine.Train) -> None:
 @pytest.mark.parametrize(
     "kind", small.slow_but("a PyDataset", of=sorted(KINDS.keys() - {"get_state"}))
 )
-def test_evaluations_read_each_example_once_and_the_same_each_time(
-    train: engine.Train, kind: str
-) -> None:
+def test_evaluations_by_readers_read_each_example_once(train: engine.Train, kind: str) -> None:
     """On a part of the data, so that their order shows; a set by name has a reader of its own.
 
     What has a state is made once: it may hold gigabytes.
     """
-    found: list[Any] = []
+    evaluated: list[Any] = []
     calls: list[int] = []
     sets = {"a": KINDS[kind], "b": generate}
 
@@ -346,16 +344,16 @@ def test_evaluations_read_each_example_once_and_the_same_each_time(
         create_eval_dataset=create_eval_dataset,
         create_metrics=lambda: {"y": keras.metrics.Mean()},
         metric_pre=lambda batch: {"y": (batch[1],)},
-        after_eval=lambda metrics: found.append(metrics),
+        after_eval=lambda metrics: evaluated.append(metrics),
     )
     more = {"eval_every": 2, "virtual_devices": 3, "learning_rate": small.RATE}
     train(hooks, steps=4, **more)
-    assert len(found) == 2
-    for metrics in found:
+    assert len(evaluated) == 2
+    for metrics in evaluated:
         np.testing.assert_allclose(metrics["a/y"], small.data()[1].mean(), rtol=1e-4)
         np.testing.assert_allclose(metrics["b/y"], small.data()[1].mean(), rtol=1e-4)
     del sets["b"], calls[:]
     train(hooks, steps=4, run_name="few", limit_eval=3, **more)
     assert len(calls) == (2 if kind == "grain's iterator" else 1)
-    assert found[2]["a/y"] == pytest.approx(found[3]["a/y"], rel=1e-6)
-    assert found[2]["a/y"] != pytest.approx(found[0]["a/y"], rel=1e-3)
+    assert evaluated[2]["a/y"] == pytest.approx(evaluated[3]["a/y"], rel=1e-6)
+    assert evaluated[2]["a/y"] != pytest.approx(evaluated[0]["a/y"], rel=1e-3)

@@ -39,16 +39,16 @@ def test_a_run_goes_on_by_its_name_with_its_own_settings(project: Path, command:
     (project / "config.yaml").write_text("seed: 5\nhparams: {width: 4}\n")
     assert command("train", *FLAGS, "--steps=4", "--ckpt-every=2").code == 0
     run = project / "runs" / "a"
-    own = read_settings(run)
-    assert (own["seed"], own["hparams"]) == (5, {"width": 4})
+    settings = read_settings(run)
+    assert (settings["seed"], settings["hparams"]) == (5, {"width": 4})
 
     (project / "config.yaml").write_text("seed: 6\nlearning_rate: 1.0\nhparams: {width: 8}\n")
     outcome = command("train", "--run-name=a", "--steps=7")
     assert outcome.code == 0 and "step 4" in outcome.out
     again = read_settings(run)
-    assert again == own | {"steps": 7}
-    found, expected = (one(small.data()[0]) for one in (ctl_core.load(run), small.plain(7)))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert again == settings | {"steps": 7}
+    outputs, expected = (model(small.data()[0]) for model in (ctl_core.load(run), small.plain(7)))
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
 
     assert command("train", "--run-name=b", "--steps=1").code == 0
     assert read_settings(project / "runs" / "b")["seed"] == 6
@@ -69,27 +69,31 @@ def create_dataset():
 """
 
 
+@pytest.mark.slow
 def test_a_copied_project_reads_its_own_files(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shuffle's saved position names the other project's; those are changed meanwhile."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    (one / "rows").mkdir(parents=True)
-    (one / "callbacks.py").write_text(small.CALLBACKS + COPIED)
+    original, copy = tmp_path / "one", tmp_path / "two"
+    (original / "rows").mkdir(parents=True)
+    (original / "callbacks.py").write_text(small.CALLBACKS + COPIED)
     for number, row in enumerate(np.hstack(small.data())):
-        (one / "rows" / f"{number:03}").write_text(" ".join(map(str, row)))
-    monkeypatch.chdir(one)
+        (original / "rows" / f"{number:03}").write_text(" ".join(map(str, row)))
+    monkeypatch.chdir(original)
     assert command("train", *FLAGS, "--steps=3").code == 0
-    shutil.copytree(one, two)
-    for path in (one / "rows").iterdir():
+    shutil.copytree(original, copy)
+    for path in (original / "rows").iterdir():
         path.write_text("1 1 1 1 1 1")
-    monkeypatch.chdir(two)
+    monkeypatch.chdir(copy)
     (warning, *_) = command("train", *FLAGS, "--steps=9").out.splitlines()
-    assert "dropping 48 examples, since it may name files of " in warning and str(one) in warning
+    assert (
+        "dropping 48 examples, since it may name files of " in warning and str(original) in warning
+    )
     assert command("train", *FLAGS[:2], "--run-name=whole", "--steps=9").code == 0
-    compare.assert_same_checkpoint(two / "runs/a", two / "runs/whole", 9)
+    compare.assert_same_checkpoint(copy / "runs/a", copy / "runs/whole", 9)
 
 
+@pytest.mark.slow
 def test_without_a_name_a_run_is_named_by_the_time(project: Path, command: Command) -> None:
     for _ in range(2):
         assert command("train", "--steps=1", "--batch-size=16").code == 0
@@ -101,10 +105,10 @@ def test_variables_are_typed_and_give_way_to_flags(project: Path, command: Comma
     environ = {"CTL_STEPS": "3", "CTL_SEED": "7", "CTL_DETERMINISTIC": "true",
                "CTL_HPARAMS": "{width: 3}", "CTL_LEARNING_RATE": "0.5"}  # fmt: skip
     assert command("train", *FLAGS, **environ).code == 0
-    found = read_settings(project / "runs" / "a")
+    settings = read_settings(project / "runs" / "a")
     expected = {"steps": 3, "seed": 7, "deterministic": True, "learning_rate": 0.05}
-    assert {name: found[name] for name in expected} == expected
-    assert found["hparams"] == {"width": 3}
+    assert {name: settings[name] for name in expected} == expected
+    assert settings["hparams"] == {"width": 3}
 
 
 def test_a_run_that_is_done_trains_nothing_more(project: Path, command: Command) -> None:
@@ -115,7 +119,7 @@ def test_a_run_that_is_done_trains_nothing_more(project: Path, command: Command)
 
 
 @pytest.mark.slow
-def test_two_trainings_of_one_run(project: Path, command: Command) -> None:
+def test_second_training_of_a_run_is_refused(project: Path, command: Command) -> None:
     """The second is refused; the first goes on as if it had not been."""
     second = """
 import subprocess, sys
@@ -167,9 +171,9 @@ def test_a_signal_saves_and_the_run_goes_on(project: Path, number: int, code: in
     assert 0 < step < 400
     done = engine.command(project, "train", "--run-name=a", f"--steps={step + 6}")
     assert done.returncode == 0 and f"step {step}" in done.stdout
-    found = ctl_core.load(run)(small.data()[0])
+    outputs = ctl_core.load(run)(small.data()[0])
     expected = small.plain(step + 6)(small.data()[0])
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
 
 
 def wait_for_steps(project: Path, *processes: subprocess.Popen[str]) -> None:
@@ -198,7 +202,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_full_disk(small_disk: Path, train: engine.Train) -> None:
+@pytest.mark.slow
+def test_full_disk_costs_no_earlier_checkpoint(small_disk: Path, train: engine.Train) -> None:
     """One line; the checkpoints before it are there, and the run goes on from them."""
 
     def fill(step: int) -> None:
@@ -217,7 +222,8 @@ def test_a_full_disk(small_disk: Path, train: engine.Train) -> None:
     compare.assert_close(state.train_model.weights, small.plain(9).weights)
 
 
-def test_a_checkpoint_that_is_damaged(train: engine.Train, capsys: Any) -> None:
+@pytest.mark.slow
+def test_damaged_checkpoint_falls_back_to_the_one_before(train: engine.Train, capsys: Any) -> None:
     """The one before it is taken, with a warning, and the run is the whole one."""
     settings = {"batch_size": 16, "learning_rate": 0.05, "ckpt_every": 3}
     state = train(small.hooks(), steps=6, **settings)

@@ -11,12 +11,13 @@ import tensorflow as tf
 from tests.golden import compare, engine, small
 from tests.golden.reference import RATE, Reference
 
-SEED, FEATURES = 3, small.FEATURES
+SEED = 3
+FEATURES = small.FEATURES
 LAST = pytest.mark.parametrize("last_batch", ["drop", "keep"])
 
 
 def data(examples: int) -> list[np.ndarray]:
-    return [np.tile(part, (2, 1))[:examples] for part in small.data()]
+    return [np.tile(array, (2, 1))[:examples] for array in small.data()]
 
 
 def split(examples: int) -> tf.data.Dataset:

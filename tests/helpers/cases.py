@@ -15,7 +15,8 @@ import ctl_core
 from tests.golden import compare, small
 
 FEATURES = small.FEATURES
-regression_data, small_model = small.data, small.create_model
+regression_data = small.data
+small_model = small.create_model
 sgd = small.create_opt
 
 
@@ -79,7 +80,7 @@ def eval_hooks(size: int, **hooks: Any) -> SimpleNamespace:
 
 def evaluated_by_hand(size: int) -> dict[str, float]:
     """The same by NumPy."""
-    inputs, target = (part[:size] for part in regression_data())
+    inputs, target = (array[:size] for array in regression_data())
     error = small_model()(inputs).numpy() - target
     return {"loss": (error**2).mean(), "error": abs(error).mean(), "seen": size}
 
@@ -89,7 +90,8 @@ class Followed(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.online, self.target = small_model(), small_model()
+        self.online = small_model()
+        self.target = small_model()
         self.target.trainable = False
 
     def call(self, inputs: Any) -> Any:
@@ -103,15 +105,15 @@ def values(state: ctl_core.State) -> dict[str, np.ndarray]:
     """Everything that is recorded, as it is on the first replica and in sum."""
     read = state.strategy.experimental_local_results
     return {
-        path: np.sum([part.numpy() for part in read(variable)], axis=0)
+        path: np.sum([value.numpy() for value in read(variable)], axis=0)
         for path, variable in state.recording.variables.items()
     }
 
 
-def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
     for path, value in expected.items():
-        np.testing.assert_array_equal(found[path], value, err_msg=path)
+        np.testing.assert_array_equal(actual[path], value, err_msg=path)
 
 
 def assert_resumes(
@@ -120,6 +122,6 @@ def assert_resumes(
     """Compares 12 steps in one go with 5 and 7, each by objects made anew; returns the former."""
     whole = values(train(program(), steps=12, run_name="whole", **settings))
     for steps in (5, 12):
-        parts = values(train(program(), steps=steps, run_name="parts", **settings))
-    assert_equal(parts, whole)
+        resumed = values(train(program(), steps=steps, run_name="parts", **settings))
+    assert_equal(resumed, whole)
     return whole

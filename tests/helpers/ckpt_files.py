@@ -43,9 +43,9 @@ def trained_to(run: Path, step: int, seconds: float = 600) -> None:
 
 def assert_rounded_alike(run: Path, other: Path, step: int) -> None:
     """Compares the checkpoints of two runs whose sums were taken in another order."""
-    found = read_checkpoint(run, step)
+    saved = read_checkpoint(run, step)
     for name, value in read_checkpoint(other, step).items():
-        np.testing.assert_allclose(found[name], value, 1e-5, 2e-6, err_msg=name)
+        np.testing.assert_allclose(saved[name], value, 1e-5, 2e-6, err_msg=name)
 
 
 def find_training(*marks: str) -> int:

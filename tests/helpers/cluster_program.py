@@ -133,9 +133,9 @@ def data_differs(folder: Path) -> None:
 
 def folders_differ(folder: Path) -> None:
     """Each process has a folder of its own; only the chief finds its checkpoint there."""
-    own = {"runs_dir": folder / f"runs-{TASK}"}
-    run(folder, "apart", make_hooks(), steps=2, **own)
-    keep_message(folder, "apart", make_hooks(), steps=4, **own)
+    settings = {"runs_dir": folder / f"runs-{TASK}"}
+    run(folder, "apart", make_hooks(), steps=2, **settings)
+    keep_message(folder, "apart", make_hooks(), steps=4, **settings)
 
 
 def layers_frozen_unalike(folder: Path) -> None:

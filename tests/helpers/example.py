@@ -55,7 +55,9 @@ class Example:
             folder: tmp_path, where ``cli`` runs
             flags: settings of each training, such as ``"--hparams.width", "4"``
         """
-        self.folder, self._cli, self._flags = folder, cli, flags
+        self.folder = folder
+        self._cli = cli
+        self._flags = flags
         source = (EXAMPLES / f"{name}.py").read_text()
         (folder / "callbacks.py").write_text(source)
         (folder / "config.yaml").write_text((EXAMPLES / f"{name}.yaml").read_text())
@@ -77,19 +79,19 @@ class Example:
     def command(self, *arguments: str) -> Outcome:
         """Runs a command, which has to do without an error or a warning."""
         outcome = self._cli(None, command=arguments)
-        own = [line for line in outcome.err.splitlines() if not NATIVE.match(line)]
-        assert (outcome.code, own) == (0, []), outcome
+        lines = [line for line in outcome.err.splitlines() if not NATIVE.match(line)]
+        assert (outcome.code, lines) == (0, []), outcome
         assert "warning" not in outcome.out, outcome.out
         return outcome
 
     def numbers(self, run: str, step: int = 6) -> dict[str, np.ndarray]:
         """All numbers that a checkpoint holds, by name: weights, optimizer, what a hook keeps."""
-        found = {}
-        for part in ("", "engine"):
-            for name, value in read_checkpoint(self.folder / "runs" / run, step, part).items():
+        numbers_by_name = {}
+        for folder in ("", "engine"):
+            for name, value in read_checkpoint(self.folder / "runs" / run, step, folder).items():
                 if np.asarray(value).dtype.kind in "biuf":
-                    found[f"{part}/{name}"] = np.asarray(value)
-        return found
+                    numbers_by_name[f"{folder}/{name}"] = np.asarray(value)
+        return numbers_by_name
 
 
 def assert_lives(
@@ -104,16 +106,18 @@ def assert_lives(
         atol: how far numbers on two devices may be from those on one after three steps; more would
             let rounding grow where Adam and kinks (ReLU, max pooling) make much of it
     """
-    flags, hooks = ("--deterministic",), example.folder / "callbacks.py"
+    flags = ("--deterministic",)
+    hooks = example.folder / "callbacks.py"
     source = hooks.read_text()
     hooks.write_text(source + KILL)
     assert "done: step 6" in example.train("whole", *flags).out
     hooks.write_text(source)
     example.train("two-devices", "--virtual-devices", "2", *flags)
-    one, two = example.numbers("whole", 3), example.numbers("two-devices", 3)
-    assert one.keys() == two.keys() and len(one) > 3
-    for name, value in one.items():
-        np.testing.assert_allclose(value, two[name], 1e-4, atol, err_msg=name)
+    one_device = example.numbers("whole", 3)
+    two_devices = example.numbers("two-devices", 3)
+    assert one_device.keys() == two_devices.keys() and len(one_device) > 3
+    for name, value in one_device.items():
+        np.testing.assert_allclose(value, two_devices[name], 1e-4, atol, err_msg=name)
 
     predict = ["predict"] if dataset is None else ["predict", "--dataset", dataset]
     for command in (["evaluate"], predict, ["export"]):
@@ -131,8 +135,9 @@ def assert_lives(
         np.testing.assert_array_equal(served[name], value, err_msg=name)
 
     assert "resuming at step 3" in example.train("parts", *flags).out
-    whole, parts = example.numbers("whole"), example.numbers("parts")
-    assert whole.keys() == parts.keys()
+    whole = example.numbers("whole")
+    resumed = example.numbers("parts")
+    assert whole.keys() == resumed.keys()
     for name, value in whole.items():
-        np.testing.assert_array_equal(value, parts[name], err_msg=name)
-    assert any((one[name] != value).any() for name, value in whole.items() if "_var" in name)
+        np.testing.assert_array_equal(value, resumed[name], err_msg=name)
+    assert any((one_device[name] != value).any() for name, value in whole.items() if "_var" in name)

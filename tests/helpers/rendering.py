@@ -81,7 +81,7 @@ def run(environment: dict[str, str]) -> Run:
         *command: str | Path, cwd: Path, check: bool = True, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [str(part) for part in command],
+            [str(argument) for argument in command],
             cwd=cwd,
             env={**environment, **variables},
             stdin=subprocess.DEVNULL,
@@ -111,14 +111,15 @@ class Project(NamedTuple):
 @pytest.fixture(scope="session")
 def projects(tmp_path_factory: pytest.TempPathFactory, render: Render) -> list[Project]:
     """One for each example, and with each answer to the other questions; not written into."""
-    made, place = [], tmp_path_factory.mktemp("projects")
+    rendered = []
+    place = tmp_path_factory.mktemp("projects")
     (place / ".git").mkdir()  # each a part of this repository, which saves a first commit
     for number in range(len(EXAMPLES)):
-        answers = {name: several[number % len(several)] for name, several in CHOICES.items()}
+        answers = {name: choices[number % len(choices)] for name, choices in CHOICES.items()}
         folder = render(place, project_slug=f"project_{number}", **answers)
         settings = tomllib.loads((folder / "pyproject.toml").read_text())
-        made.append(Project(answers, folder, files(folder), settings))
-    return made
+        rendered.append(Project(answers, folder, files(folder), settings))
+    return rendered
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,8 @@ __all__ = ["environment", "render"]
 def launch(request: Any, render: Any, tmp_path: Path) -> Path:
     """The folder launch/ of a project for all places."""
     choices = {"launch": "all", "accelerator": request.param}
-    made = render(tmp_path, project_name="Überlange Project 2", **choices)
-    return made / "launch"  # type: ignore[no-any-return]
+    folder = render(tmp_path, project_name="Überlange Project 2", **choices)
+    return folder / "launch"  # type: ignore[no-any-return]
 
 
 def test_skypilot_takes_its_file(launch: Path) -> None:
@@ -47,21 +47,23 @@ def test_skypilot_tells_each_machine_of_the_others(launch: Path) -> None:
     (launch / "train.sh").write_text("#!/bin/sh\necho $TF_CONFIG\n")
     (launch / "train.sh").chmod(0o755)
     environ = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n", "SKYPILOT_NODE_RANK": "1"}
-    said = subprocess.check_output(["bash", "-c", run], cwd=launch, env=os.environ | environ)
+    printed = subprocess.check_output(["bash", "-c", run], cwd=launch, env=os.environ | environ)
     hosts = ["10.0.0.1:2222", "10.0.0.2:2222"]
     place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": 1}}
-    assert json.loads(said) == place
+    assert json.loads(printed) == place
 
 
 def test_vertex_ai_takes_its_file(launch: Path) -> None:
     """Both pools train alike, on storage that they share; a typo is refused."""
-    found = yaml.safe_load((launch / "vertex.yaml").read_text())
-    spec = vertex.CustomJobSpec.from_json(json.dumps(found))
+    specification = yaml.safe_load((launch / "vertex.yaml").read_text())
+    spec = vertex.CustomJobSpec.from_json(json.dumps(specification))
     chief, workers = spec.worker_pool_specs
     assert chief.replica_count == 1 and workers.container_spec == chief.container_spec
     assert workers.machine_spec == chief.machine_spec and workers.nfs_mounts == chief.nfs_mounts
     assert f"/mnt/nfs/{chief.nfs_mounts[0].mount_point}" in chief.container_spec.args
     assert spec.scheduling.restart_job_on_worker_restart
-    found["workerPoolSpecs"][0]["replicaCuont"] = found["workerPoolSpecs"][0].pop("replicaCount")
+    specification["workerPoolSpecs"][0]["replicaCuont"] = specification["workerPoolSpecs"][0].pop(
+        "replicaCount"
+    )
     with pytest.raises(Exception, match='no field named "replicaCuont"'):
-        vertex.CustomJobSpec.from_json(json.dumps(found))
+        vertex.CustomJobSpec.from_json(json.dumps(specification))

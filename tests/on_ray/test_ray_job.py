@@ -57,21 +57,21 @@ class Recorder(ReportCallback):
 @pytest.fixture(scope="module")
 def project(render: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A generated project with launch/ray_job.py."""
-    made = render(tmp_path_factory.mktemp("ray"), launch="ray")
-    (made / "launch" / "recorder.py").write_text(RECORDER.replace("PROJECT", str(made)))
-    return made  # type: ignore[no-any-return]
+    folder = render(tmp_path_factory.mktemp("ray"), launch="ray")
+    (folder / "launch" / "recorder.py").write_text(RECORDER.replace("PROJECT", str(folder)))
+    return folder  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head and two nodes that take one worker each."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    ray_cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     for _ in range(2):
-        made.add_node(num_cpus=1)
-    made.wait_for_nodes()
-    yield made
-    made.shutdown()
+        ray_cluster.add_node(num_cpus=1)
+    ray_cluster.wait_for_nodes()
+    yield ray_cluster
+    ray_cluster.shutdown()
 
 
 @pytest.fixture
@@ -94,14 +94,14 @@ def job(project: Path, cluster: Any) -> Iterator[Job]:
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> str:
     """Returns what a job has printed, when it has ended with this exit code."""
-    said = process.communicate(timeout=400)[0]
-    assert process.returncode == code, said
-    return said
+    printed = process.communicate(timeout=400)[0]
+    assert process.returncode == code, printed
+    return printed
 
 
 def test_two_workers_train_what_one_process_does(project: Path, job: Job) -> None:
-    said = ended(job("--run-name", "two", "--steps", "60"))
-    assert "2 replicas" in said and said.count("step 60/60  loss") == 1  # of one worker, once
+    printed = ended(job("--run-name", "two", "--steps", "60"))
+    assert "2 replicas" in printed and printed.count("step 60/60  loss") == 1  # of one worker, once
     train_here(project, "--run-name", "one", "--steps", "60")
     assert_rounded_alike(project / "runs" / "two", project / "runs" / "one", 60)
     metrics = (project / "runs" / "two" / "metrics.jsonl").read_text().splitlines()
@@ -127,18 +127,20 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(project: Path, job: Job, clu
     cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
     trained_to(run, 80)
     cluster.add_node(num_cpus=1)
-    said = ended(process)
-    assert "training, to step 150, batch size 64, 2 replicas" in said
-    assert re.search("resuming at step .*, 1 replica ", said), said
+    printed = ended(process)
+    assert "training, to step 150, batch size 64, 2 replicas" in printed
+    assert re.search("resuming at step .*, 1 replica ", printed), printed
     train_here(project, "--run-name", "alone", *SLOW_STEPS)
     assert_rounded_alike(run, project / "runs" / "alone", 150)
 
 
 def test_a_hook_that_fails_ends_the_job_and_is_not_tried_again(project: Path, job: Job) -> None:
     write_hooks(project, "failing.py", FAILING)
-    said = ended(job("--run-name", "fails", "--callbacks", "failing.py", "--steps", "60"), code=1)
-    assert "error: at_step[20] (failing.py:" in said
-    assert said.count("training, to step 60") == 1
+    printed = ended(
+        job("--run-name", "fails", "--callbacks", "failing.py", "--steps", "60"), code=1
+    )
+    assert "error: at_step[20] (failing.py:" in printed
+    assert printed.count("training, to step 60") == 1
 
 
 def test_a_wrong_setting_is_refused_before_any_worker_starts(job: Job) -> None:

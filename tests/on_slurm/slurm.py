@@ -94,7 +94,8 @@ class Slurm:
         self._run("slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
         for node in NODES:
             self._run("slurmd", "-D", "-N", node, "-f", str(self.folder / "slurm.conf"))
-        end, ask = time.monotonic() + 60, ("sinfo", "-h", "-N", "-p", "work", "-o", "%t")
+        end = time.monotonic() + 60
+        ask = ("sinfo", "-h", "-N", "-p", "work", "-o", "%t")
         while self.call(*ask, check=False).split() != 2 * ["idle"]:
             if time.monotonic() > end:
                 raise AssertionError(self._logs())
@@ -127,24 +128,30 @@ class Slurm:
 
     def submit(self, project: Path, *options: str, partition: str = "work") -> str:
         """Submits a job in a project; returns its number."""
-        said = self.call("sbatch", "--parsable", "--partition", partition, *options, cwd=project)
-        return said.strip().split(";")[0]
+        printed = self.call("sbatch", "--parsable", "--partition", partition, *options, cwd=project)
+        return printed.strip().split(";")[0]
 
     def job(self, number: str) -> dict[str, str]:
         """Returns what scontrol says of a job."""
-        said = self.call("scontrol", "show", "--oneliner", "job", number)
-        return dict(re.findall(r"(\w+)=(\S*)", said.splitlines()[0]))
+        printed = self.call("scontrol", "show", "--oneliner", "job", number)
+        return dict(re.findall(r"(\w+)=(\S*)", printed.splitlines()[0]))
 
     def wait(self, number: str, state: str = "COMPLETED", seconds: float = 900) -> dict[str, str]:
         """Waits until a job is in this state; a job in another one for good is an error."""
         end = time.monotonic() + seconds
         while True:
-            told = self.job(number)
-            if told["JobState"] == state:
-                return told
-            ended = told["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-            if time.monotonic() > end or (ended and told["Requeue"] == "0"):
-                raise AssertionError(f"{told}\n{self._logs()}")
+            description = self.job(number)
+            if description["JobState"] == state:
+                return description
+            ended = description["JobState"] in (
+                "COMPLETED",
+                "FAILED",
+                "CANCELLED",
+                "TIMEOUT",
+                "NODE_FAIL",
+            )
+            if time.monotonic() > end or (ended and description["Requeue"] == "0"):
+                raise AssertionError(f"{description}\n{self._logs()}")
             time.sleep(0.3)
 
     def stop(self) -> None:

@@ -51,10 +51,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @pytest.fixture(scope="module")
 def project(render: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A generated project with launch/slurm.sh."""
-    made = render(tmp_path_factory.mktemp("project"), launch="slurm")
+    folder = render(tmp_path_factory.mktemp("project"), launch="slurm")
     for name, more in (("slow.py", SLOW), ("failing.py", FAILING)):
-        write_hooks(made, name, more)
-    return made  # type: ignore[no-any-return]
+        write_hooks(folder, name, more)
+    return folder  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,7 @@ def test_two_nodes_train_what_one_process_does(project: Path, slurm: Slurm) -> N
     assert_rounded_alike(project / "runs" / "two", project / "runs" / "one", 60)
 
 
-def test_preempted_and_killed_changes_no_bit(
-    project: Path, slurm: Slurm, undisturbed: Path
-) -> None:
+def test_preemption_and_kills_change_no_bit(project: Path, slurm: Slurm, undisturbed: Path) -> None:
     run = project / "runs" / "a"
     job = slurm.submit(project, *SMALL, "launch/slurm.sh", "--run-name", "a", *STEPS)
     trained_to(run, 200)
@@ -99,9 +97,10 @@ def test_preempted_and_killed_changes_no_bit(
     assert log_of(run).count("stopped by SIGTERM, saved") == 1
 
 
-def test_takes_the_nodes_that_are_there(project: Path, slurm: Slurm) -> None:
+def test_job_takes_the_nodes_that_are_there(project: Path, slurm: Slurm) -> None:
     """Started again, the job has one node while the other is drained, and two after that."""
-    steps, run = (*STEPS, "--steps=300", "--ckpt-every=50"), project / "runs" / "elastic"
+    steps = (*STEPS, "--steps=300", "--ckpt-every=50")
+    run = project / "runs" / "elastic"
     settings = ("launch/slurm.sh", "--run-name", "elastic", *steps)
     job = slurm.submit(project, "--nodes=1-2", *SMALL, *settings)
     trained_to(run, 50)
@@ -120,13 +119,13 @@ def test_takes_the_nodes_that_are_there(project: Path, slurm: Slurm) -> None:
 def test_a_hook_that_fails_ends_the_job(project: Path, slurm: Slurm) -> None:
     settings = ("--run-name", "fails", "--callbacks", "failing.py", "--steps", "60")
     job = slurm.submit(project, *SMALL, "launch/slurm.sh", *settings)
-    told = slurm.wait(job, "FAILED")
-    assert (told["Restarts"], told["ExitCode"]) == ("0", "1:0")
+    description = slurm.wait(job, "FAILED")
+    assert (description["Restarts"], description["ExitCode"]) == ("0", "1:0")
     assert "error: at_step[20] (failing.py:" in log_of(project / "runs" / "fails")
     assert "has failed with exit code 1: runs/fails/slurm.log says why" in printed(project, job)
 
 
-def test_an_array_of_two(project: Path, slurm: Slurm) -> None:
+def test_array_of_two_tasks_trains_two_runs(project: Path, slurm: Slurm) -> None:
     """Each task is a run with a seed of its own; one that is killed starts again by itself."""
     options = ("-N1", "--array=3-4", *SMALL, "launch/slurm.sh", "--run-name", "array")
     job = slurm.submit(project, *options, *STEPS, "--steps", "400")

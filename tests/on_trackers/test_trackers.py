@@ -67,8 +67,11 @@ def of_mlflow(folder: Path, id: str) -> tuple[Rows, bytes]:
     client = MlflowClient(f"sqlite:///{folder.parent}/mlflow.db")
     run = client.get_run(id)
     assert (run.info.run_name, run.info.status) == ("a", "FINISHED")
-    found = [metric for name in run.data.metrics for metric in client.get_metric_history(id, name)]
-    return Rows((one.key, one.step) for one in found), (folder.parent / "mlflow.db").read_bytes()
+    metrics = [
+        metric for name in run.data.metrics for metric in client.get_metric_history(id, name)
+    ]
+    database = folder.parent / "mlflow.db"
+    return Rows((point.key, point.step) for point in metrics), database.read_bytes()
 
 
 def of_comet(folder: Path, id: str) -> tuple[Rows, bytes]:
@@ -92,7 +95,7 @@ def of_trackio(folder: Path, id: str) -> tuple[Rows, bytes]:
     names = get("list", "metrics")["metrics"]
     values = {name: get("get", "metric", "--metric", name)["values"] for name in names}
     sent = Path(os.environ["TRACKIO_DIR"], "fine.db").read_bytes()
-    return Rows((name, one["step"]) for name in names for one in values[name]), sent
+    return Rows((name, row["step"]) for name in names for row in values[name]), sent
 
 
 # How each is read back, and whether it has what was logged by a process that was killed.

@@ -29,7 +29,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("answer", "value", "why"), REFUSED)
-def test_refused(answer: str, value: str, why: str, render: Render, tmp_path: Path) -> None:
+def test_wrong_answers_are_refused(
+    answer: str, value: str, why: str, render: Render, tmp_path: Path
+) -> None:
     with pytest.raises(FailedHookException) as caught:
         render(tmp_path, **{"project_slug": "fine", answer: value})
     line = str(caught.value)
@@ -38,7 +40,7 @@ def test_refused(answer: str, value: str, why: str, render: Render, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_refused_on_the_command_line(run: Run, tmp_path: Path) -> None:
+def test_wrong_answers_are_refused_on_the_command_line(run: Run, tmp_path: Path) -> None:
     """The line is all there is."""
     command = ["cookiecutter", ROOT, "--no-input", "project_slug=../keras"]
     done = run(*command, cwd=tmp_path, check=False)

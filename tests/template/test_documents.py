@@ -45,8 +45,8 @@ def read_tokens(page: Path) -> Iterator[Token]:
 
 def find_links(page: Path) -> list[str]:
     """Returns what a page links to, except on the web."""
-    found = [str(t.attrs["href"]) for t in read_tokens(page) if t.type == "link_open"]
-    return [link for link in found if not re.match(r"https?:", link)]
+    targets = [str(t.attrs["href"]) for t in read_tokens(page) if t.type == "link_open"]
+    return [link for link in targets if not re.match(r"https?:", link)]
 
 
 def find_anchors(page: Path) -> set[str]:
@@ -84,16 +84,16 @@ def test_what_a_projects_readme_names(projects: list[Project]) -> None:
         engine = project.folder / "ctl_core" / "README.md"
         assert find_broken(readme) == [] == find_broken(engine), project.answers
         agents = project.folder / "AGENTS.md"
-        code, told = (
+        code, table = (
             [token.content for token in read_tokens(page) if token.type == "code_inline"]
             for page in (readme, agents)
         )
-        public = {name for text in told for name in re.findall(r"\bctl\.(\w+)", text)}
-        hooks = {text for text in told if re.fullmatch("[a-z]+_[a-z_]+", text)}
+        public = {name for text in table for name in re.findall(r"\bctl\.(\w+)", text)}
+        hooks = {text for text in table if re.fullmatch("[a-z]+_[a-z_]+", text)}
         assert public <= {*ctl_core.__all__}
         assert hooks - {"train_loss", "batch_size"} <= SPECS.keys(), project.answers
         pattern = r"[\w./-]+\.(md|py|toml|yaml|npz)|LICENSE"
-        named = {text for text in [*code, *told] if re.fullmatch(pattern, text)}
+        named = {text for text in [*code, *table] if re.fullmatch(pattern, text)}
         assert {"callbacks.py", "docs/hooks.md", "ctl_core/README.md"} < named
         places = {file: ROOT if file[:5] == "docs/" else project.folder for file in named}
         assert [file for file, place in places.items() if not (place / file).exists()] == []
@@ -118,7 +118,7 @@ class Command(NamedTuple):
 def read_commands(page: Path, marked: bool = False) -> list[list[Command]]:
     """Returns the commands of a page, block by block: those to be run, or those that are marked."""
     tokens = MarkdownIt().parse(page.read_text("utf-8"))
-    found = []
+    commands = []
     for before, token in zip([None, *tokens], tokens, strict=False):
         assert token.type != "code_block", f"{page}: indented; make it ```sh, or ```text"
         if token.type == "fence":
@@ -127,17 +127,17 @@ def read_commands(page: Path, marked: bool = False) -> list[list[Command]]:
             assert token.info == "sh" or not mark, (page, token)
             if token.info == "sh" and bool(mark) == marked:
                 halves = [(*line.split("#", 1), "")[:2] for line in token.content.splitlines()]
-                found.append([Command(text.strip(), said) for text, said in halves])
-    return found
+                commands.append([Command(text.strip(), output) for text, output in halves])
+    return commands
 
 
 def shell_commands(page: Path) -> list[str]:
     """Returns what wants a shell: whole blocks with other programs in them, and clusters."""
-    found = []
+    commands = []
     for block in read_commands(page):
         whole = not all(command.words() for command in block)
-        found += [command.text for command in block if whole or "--workers" in command.text]
-    return found
+        commands += [command.text for command in block if whole or "--workers" in command.text]
+    return commands
 
 
 def test_every_command_is_run_or_marked() -> None:

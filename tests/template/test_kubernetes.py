@@ -19,7 +19,7 @@ def documents(render: Render, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """The documents of the manifest by their kinds."""
     project = render(tmp_path_factory.mktemp("pods"), launch="kubernetes")
     manifest: Path = project / "launch" / "kubernetes.yaml"
-    return {one["kind"]: one for one in yaml.safe_load_all(manifest.read_text())}
+    return {document["kind"]: document for document in yaml.safe_load_all(manifest.read_text())}
 
 
 def test_the_manifest_is_valid(documents: dict[str, Any]) -> None:
@@ -36,9 +36,9 @@ def test_pods_find_each_other(documents: dict[str, Any]) -> None:
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
     (container,) = pod["containers"]
     index, place = container["env"]
-    found = json.loads(place["value"].replace(f"$({index['name']})", "1"))
+    task = json.loads(place["value"].replace(f"$({index['name']})", "1"))
     hosts = [f"{name}-{number}.{pod['subdomain']}:2222" for number in range(job["completions"])]
-    assert found == {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": 1}}
+    assert task == {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": 1}}
     assert job["completions"] == job["parallelism"] == len(hosts)
     assert job["completionMode"] == "Indexed" and pod["restartPolicy"] == "Never"
 

@@ -30,34 +30,47 @@ METRICS = {"tfrecords": "validation/loss", "gan": "frechet"}
 MARKS = re.compile(r"\{\{|\{%|\{#|cookiecutter\.[a-z_]")
 
 
-def test_files(projects: list[Project]) -> None:
+ALWAYS = """
+    callbacks.py config.yaml train.sh tests/test_callbacks.py pyproject.toml README.md
+    AGENTS.md .gitignore .pre-commit-config.yaml .github/workflows/ci.yml
+"""
+
+
+def expect_files(answers: dict[str, str], uses_digits: bool) -> set[str]:
+    """Returns the files that answers ask for, without the engine and its tests."""
+    example = answers["example"]
+    expected = set(ALWAYS.split())
+    for answer, name in (
+        ("license", "LICENSE"),
+        ("tracker", "tracker.py"),
+        ("sweep", "sweep.py"),
+    ):
+        if answers[answer] != "none":
+            expected.add(name)
+    for launcher, names in LAUNCH.items():
+        if answers["launch"] in (launcher, "all"):
+            expected |= {f"launch/{name}" for name in names}
+    pictures = (TEMPLATE / "pictures" / example).glob("*")
+    expected |= {f"pictures/{example}/{path.name}" for path in pictures}
+    if uses_digits:
+        expected |= {"data/digits.npz", "data/README.md"}
+    if example == "tfrecords":
+        expected.add("make_records.py")
+    return expected
+
+
+def test_project_holds_the_files_of_its_answers(projects: list[Project]) -> None:
     """A project holds the files of its answers, no mark of the template, and the engine's bytes."""
     engine = {f"ctl_core/{name}": content for name, content in files(ROOT / "ctl_core").items()}
     net = files(ROOT / "tests" / "engine_net")
     engine |= {f"tests/engine/{name}": content for name, content in net.items()}
-    always = "callbacks.py config.yaml train.sh tests/test_callbacks.py pyproject.toml README.md"
-    always += " AGENTS.md .gitignore .pre-commit-config.yaml .github/workflows/ci.yml"
     for project in projects:
-        answers, found = project.answers, project.files
-        expected = {*always.split(), *engine}
-        for answer, name in (("license", "LICENSE"), ("tracker", "tracker.py"),
-                             ("sweep", "sweep.py")):  # fmt: skip
-            if answers[answer] != "none":
-                expected.add(name)
-        for place, names in LAUNCH.items():
-            if answers["launch"] in (place, "all"):
-                expected |= {f"launch/{name}" for name in names}
-        example = answers["example"]
-        expected |= {f"pictures/{example}/{path.name}" for path in
-                     (TEMPLATE / "pictures" / example).glob("*")}  # fmt: skip
-        uses_digits = b"digits.npz" in found["callbacks.py"]
-        assert uses_digits or example not in ("digits", "tfrecords")
-        if uses_digits:
-            expected |= {"data/digits.npz", "data/README.md"}
-        if example == "tfrecords":
-            expected.add("make_records.py")
-        assert set(found) == expected, answers
-        assert {name: found[name] for name in engine} == engine
+        answers = project.answers
+        uses_digits = b"digits.npz" in project.files["callbacks.py"]
+        assert uses_digits or answers["example"] not in ("digits", "tfrecords")
+        expected = expect_files(answers, uses_digits) | engine.keys()
+        assert set(project.files) == expected, answers
+        assert {name: project.files[name] for name in engine} == engine
         assert not (project.folder / "ctl_core").is_symlink()
         assert not (project.folder / "tests" / "engine").is_symlink()
         assert os.access(project.folder / "train.sh", os.X_OK)
@@ -77,14 +90,14 @@ def find_tensorflow(requirements: list[Requirement], machine: str, platform: str
     """Returns the TensorFlow that is installed on a machine, with its extras."""
     environment = {"platform_machine": machine, "sys_platform": platform}
     return [
-        one.name + "".join(f"[{extra}]" for extra in sorted(one.extras))
-        for one in requirements
-        if one.name.startswith("tensorflow")
-        and (one.marker is None or one.marker.evaluate(environment))
+        requirement.name + "".join(f"[{extra}]" for extra in sorted(requirement.extras))
+        for requirement in requirements
+        if requirement.name.startswith("tensorflow")
+        and (requirement.marker is None or requirement.marker.evaluate(environment))
     ]
 
 
-def test_pyproject(projects: list[Project]) -> None:
+def test_pyproject_of_each_project(projects: list[Project]) -> None:
     """It names the right TensorFlow for each machine, the licence, and what own files need."""
     for answers, _, _, settings in projects:
         metadata = settings["project"]
@@ -97,19 +110,19 @@ def test_pyproject(projects: list[Project]) -> None:
         assert find_tensorflow(needed, "AMD64", "win32") == [small or "tensorflow"]
         assert find_tensorflow(needed, "arm64", "darwin") == ["tensorflow"]
         assert find_tensorflow(needed, "aarch64", "linux") == ["tensorflow" if small else linux]
-        names = {one.name.removesuffix("-skinny") for one in needed}
+        names = {requirement.name.removesuffix("-skinny") for requirement in needed}
         expected = {TRACKERS[answers["tracker"]]} if answers["tracker"] != "none" else set()
         assert names & {*TRACKERS.values()} == expected
         tool = settings["tool"]
-        own = {"callbacks.py", "config.yaml"}
+        project_files = {"callbacks.py", "config.yaml"}
         if answers["tracker"] != "none":
-            own.add("tracker.py")
+            project_files.add("tracker.py")
             assert "tracker" in tool["setuptools"]["py-modules"]
         if answers["sweep"] != "none":
-            own.add("sweep.py")
-        assert ("optuna" in names) == ("sweep.py" in own)
-        assert set(tool["cruft"]["skip"]) == own
-        assert own - {"config.yaml"} <= set(tool["mypy"]["files"])
+            project_files.add("sweep.py")
+        assert ("optuna" in names) == ("sweep.py" in project_files)
+        assert set(tool["cruft"]["skip"]) == project_files
+        assert project_files - {"config.yaml"} <= set(tool["mypy"]["files"])
 
 
 def test_own_files_are_those_of_the_answers(projects: list[Project]) -> None:
@@ -134,15 +147,15 @@ def test_own_files_are_those_of_the_answers(projects: list[Project]) -> None:
             assert "python sweep.py" in project.text("README.md")
 
 
-def test_yaml_files(projects: list[Project]) -> None:
+def test_yaml_files_of_each_project(projects: list[Project]) -> None:
     """config.yaml has the example's settings; the workflow and pre-commit name tools there are."""
     common = ["batch_size", "steps", "learning_rate", "seed", "ckpt_every", "eval_every", "hparams"]
     for project in projects:
         config = yaml.safe_load(project.text("config.yaml"))
-        own = SOURCES / "examples" / f"{project.answers['example']}.yaml"
+        example = SOURCES / "examples" / f"{project.answers['example']}.yaml"
         changed: dict[str, Any] = {"batch_size": 64}
-        if own.exists():
-            changed |= yaml.safe_load(own.read_text())
+        if example.exists():
+            changed |= yaml.safe_load(example.read_text())
         if project.answers["tracker"] != "none":
             changed["listener"] = "tracker.Tracker"
         assert list(config)[: len(common)] == common
@@ -160,7 +173,7 @@ def test_yaml_files(projects: list[Project]) -> None:
             assert set(hook["additional_dependencies"]) <= set(dev)
 
 
-def test_ruff_and_shellcheck(projects: list[Project], run: Run) -> None:
+def test_projects_pass_ruff_and_shellcheck(projects: list[Project], run: Run) -> None:
     """Neither finds anything in any project, with the project's own settings."""
     folders, place = [project.folder for project in projects], projects[0].folder
     for command in (["check"], ["format", "--check"]):
@@ -170,7 +183,7 @@ def test_ruff_and_shellcheck(projects: list[Project], run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_mypy(projects: list[Project], run: Run, tmp_path: Path) -> None:
+def test_projects_pass_mypy(projects: list[Project], run: Run, tmp_path: Path) -> None:
     """mypy finds nothing, with or without the packages; each file that differs is read once."""
     read: set[bytes] = set()
     place = tmp_path / "project"
@@ -257,9 +270,9 @@ def test_git_leaves_out_what_commands_write(digits: Path, tmp_path: Path, run: R
     written = ".venv/x .venv.lock runs/sweep.journal records/x-0 build/lib/x training_log.md.tmp"
     written += " experiments/runs/a/train.log"
     run("git", "check-ignore", *written.split(), cwd=project)
-    own = "sweep.py training_log.md x.npz experiments/gan.py data/records/x-0"
-    own += " experiments/build/x.py data/x.npz ctl_core/tools/runs.py space.py"
-    done = run("git", "check-ignore", *own.split(), *files(project), cwd=project, check=False)
+    kept = "sweep.py training_log.md x.npz experiments/gan.py data/records/x-0"
+    kept += " experiments/build/x.py data/x.npz ctl_core/tools/runs.py space.py"
+    done = run("git", "check-ignore", *kept.split(), *files(project), cwd=project, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     (tmp_path / "disk").mkdir()
     (project / "runs").symlink_to(tmp_path / "disk")
@@ -279,7 +292,7 @@ def test_examples_are_whole() -> None:
     assert all(path.suffix == ".png" and path.stat().st_size < 60_000 for path in pictures)
 
 
-def test_first_commit(digits: Path, run: Run) -> None:
+def test_project_has_a_first_commit_of_everything(digits: Path, run: Run) -> None:
     """There is a commit on main of everything, and no more."""
     assert run("git", "branch", "--show-current", cwd=digits).stdout == "main\n"
     assert run("git", "rev-list", "--count", "HEAD", cwd=digits).stdout == "1\n"
@@ -293,10 +306,10 @@ def test_prints_the_next_three_commands(run: Run, tmp_path: Path) -> None:
     folder.mkdir()
     where = {"PWD": str(tmp_path), "HOME": str(tmp_path)}
     done = run(*["cookiecutter", ROOT, "--no-input", "-o", folder], cwd=tmp_path, **where)
-    *_, said, title, one, two, three = done.stdout.splitlines()
-    assert said.startswith("git: no first commit made (")
-    assert (title, one) == ("Next:", "  cd 'a folder/my_training'")
-    assert (two, three) == ("  ${EDITOR:-vi} callbacks.py", "  ./train.sh")
+    *_, created, title, first, second, third = done.stdout.splitlines()
+    assert created.startswith("git: no first commit made (")
+    assert (title, first) == ("Next:", "  cd 'a folder/my_training'")
+    assert (second, third) == ("  ${EDITOR:-vi} callbacks.py", "  ./train.sh")
 
 
 def test_generating_over_a_project_keeps_its_data(render: Render, run: Run, tmp_path: Path) -> None:

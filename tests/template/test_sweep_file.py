@@ -91,11 +91,11 @@ def trials(folder: Path) -> list[Any]:
 
 def assert_complete(folder: Path, number: int) -> list[Any]:
     """Checks that so many trials have come to their end, and no other is there; returns them."""
-    found = trials(folder)
-    assert [(trial.number, trial.state.name) for trial in found] == [
+    results = trials(folder)
+    assert [(trial.number, trial.state.name) for trial in results] == [
         (each, "COMPLETE") for each in range(number)
     ]
-    return found
+    return results
 
 
 def starts(folder: Path, number: int) -> list[Any]:
@@ -113,8 +113,8 @@ def test_the_file_is_short_and_stands_alone() -> None:
 def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
     """Each once, with values, a GPU and a share of the cores of its own; the journal has them."""
     out = sweep(folder, "--trials", "4", "--parallel", "2", PACE="0.3", CUDA_VISIBLE_DEVICES="5,7")
-    found = assert_complete(folder, 4)
-    for trial in found:
+    results = assert_complete(folder, 4)
+    for trial in results:
         ((flags, _, share),) = starts(folder, trial.number)
         assert share["CUDA_VISIBLE_DEVICES"] in ("5", "7")
         assert share["TF_NUM_INTRAOP_THREADS"] == str(-(-(os.cpu_count() or 1) // 2))
@@ -124,9 +124,9 @@ def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
         assert config.batch_size == trial.params["batch_size"]
         assert trial.value == pytest.approx(trial.params["learning_rate"] + 1 / 4)
         assert list(trial.intermediate_values) == [1, 2, 3, 4]
-    times = [(trial.datetime_start, trial.datetime_complete) for trial in found]
+    times = [(trial.datetime_start, trial.datetime_complete) for trial in results]
     assert times[1][0] < times[0][1], "two at a time"
-    best = min(found, key=lambda trial: trial.value)
+    best = min(results, key=lambda trial: trial.value)
     assert out.splitlines()[-1] == f"best: sweep-{best.number:03d}, loss {best.value}"
     sweep(folder, "--trials", "6")
     assert len(trials(folder)) == 6 and len(starts(folder, 0)) == 1
@@ -157,7 +157,7 @@ def test_failures_are_said_with_a_log(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_told_to_stop_it_stops_its_trials_and_goes_on(folder: Path, number: int) -> None:
+def test_stopped_sweep_stops_its_trials_and_resumes(folder: Path, number: int) -> None:
     process = begin(folder, "--trials", "3", "--parallel", "2", STEPS="60", PACE="0.1")
     deadline = time.monotonic() + 120
     while len(steps(folder)) < 5:
@@ -176,10 +176,10 @@ def test_told_to_stop_it_stops_its_trials_and_goes_on(folder: Path, number: int)
 
 def assert_whole(folder: Path, number: int) -> None:
     """Checks that each trial has all steps once, and has kept its values."""
-    found = assert_complete(folder, number)
-    names = [f"sweep-{trial.number:03d}" for trial in found]
+    results = assert_complete(folder, number)
+    names = [f"sweep-{trial.number:03d}" for trial in results]
     assert sorted(path.name for path in (folder / "runs").iterdir() if path.is_dir()) == names
-    for trial, name in zip(found, names, strict=True):
+    for trial, name in zip(results, names, strict=True):
         assert [step for run, step in steps(folder) if run == name] == [*range(1, 61)]
         assert list(trial.intermediate_values) == [*range(1, 61)]
         for flags, *_ in starts(folder, trial.number):
@@ -207,7 +207,7 @@ def kill(process: subprocess.Popen[str], what: str) -> None:
 
 
 @pytest.mark.slow
-def test_killed_ten_times(folder: Path) -> None:
+def test_sweep_survives_ten_kills(folder: Path) -> None:
     """The sweep, its trials, or all of them: each step is trained and told once."""
 
     def begun() -> subprocess.Popen[str]:

@@ -64,8 +64,8 @@ class Place:
         self.tools = folder / "tools"
         self.tools.mkdir()
         for name in TOOLS.split():
-            if found := shutil.which(name):
-                (self.tools / name).symlink_to(found)
+            if path := shutil.which(name):
+                (self.tools / name).symlink_to(path)
         self.stand_in = folder / "stand-in"
         self.stand_in.write_text(STAND_IN.format(python=sys.executable, here=str(folder)))
         self.stand_in.chmod(0o755)
@@ -122,7 +122,7 @@ def place(tmp_path: Path, digits: Path, environment: dict[str, str]) -> Place:
     return Place(tmp_path, digits, environment)
 
 
-def test_arguments_folder_and_exit_code(place: Place) -> None:
+def test_train_sh_passes_arguments_signals_and_exit_code(place: Place) -> None:
     """Every argument arrives whole, the exit code comes back, signals reach the training."""
     env = place.make_environment("env")
     place.set("code", "7")
@@ -144,16 +144,16 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_in_the_background(place: Place) -> None:
+def test_train_sh_trains_in_the_background(place: Place) -> None:
     """In a process group of its own, which goes on when train.sh has ended."""
     env = str(place.make_environment("env"))
     place.set("train", "900")
-    code, (said,) = place.train("--run-name", "a", "--background", "--steps", "3", VENV=env)
+    code, (line,) = place.train("--run-name", "a", "--background", "--steps", "3", VENV=env)
     run = place.project / "runs" / "a"
     pid = int((run / "pid").read_text())
     log = "runs/a/train.log"
     expected = f"train.sh: process {pid} trains runs/a: tail -f {log}; kill {pid} saves and ends it"
-    assert (code, said) == (0, expected)
+    assert (code, line) == (0, expected)
     while f"pid {pid}\n" not in (run / "train.log").read_text():
         time.sleep(0.02)
     assert place.calls() == [training("--run-name", "a", "--steps", "3")]
@@ -192,7 +192,7 @@ def installing(place: Place) -> str:
     return f"train.sh: installing what pyproject.toml asks for into {place.project}/.venv"
 
 
-def test_it_installs_when_it_has_to(place: Place) -> None:
+def test_train_sh_installs_when_it_has_to(place: Place) -> None:
     """On first use, when pyproject.toml changes, and when the project moves; not otherwise."""
     assert place.train("--steps", "1") == (0, [installing(place)])
     assert place.calls() == [MAKING, INSTALLATION, training("--steps", "1")]
@@ -236,7 +236,7 @@ def test_failed_installation(place: Place) -> None:
     assert not (place.project / ".venv.lock").exists()
 
 
-def test_two_at_once_install_once(place: Place) -> None:
+def test_two_train_sh_at_once_install_once(place: Place) -> None:
     place.set("slow", "0.5")
     processes = [place.start("--run-name", name) for name in "ab"]
     errors = [process.communicate(timeout=600)[1] for process in processes]
@@ -250,10 +250,10 @@ def test_two_at_once_install_once(place: Place) -> None:
 
 def test_no_usable_python(place: Place) -> None:
     place.set("too_old", "1")
-    for found in ("Python 3.8.1", "absent"):
+    for python in ("Python 3.8.1", "absent"):
         code, (line,) = place.train()
         assert code == 2 and place.calls() == []
-        assert line.startswith("train.sh: ") and f"(python3 is {found})" in line
+        assert line.startswith("train.sh: ") and f"(python3 is {python})" in line
         assert "needs Python >=3.11,<3.14 (pyproject.toml)" in line
         (place.tools / "python3").unlink(missing_ok=True)
     assert not (place.project / ".venv").exists()

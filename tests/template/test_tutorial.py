@@ -33,8 +33,8 @@ def test_the_tutorial_leads_to_a_served_model(render: Render, run: Run, tmp_path
     (project / "more.py").write_text(f"from callbacks import *\n\n\n{more}")
     commands.append("./train.sh --callbacks more.py --run-name more --steps 4 --eval-every 0")
     done = run("bash", "-eux", "-c", "\n".join(commands), cwd=project, VENV=sys.prefix)
-    one, two = read_metrics(project, "a"), read_metrics(project, "b")
-    assert [line["step"] for line in one] == [100, 200, 300]
-    assert one[-1]["accuracy"] > 0.95
-    assert one[-1]["error"] == pytest.approx(two[-1]["error"], rel=0.01)
+    first, second = read_metrics(project, "a"), read_metrics(project, "b")
+    assert [line["step"] for line in first] == [100, 200, 300]
+    assert first[-1]["accuracy"] > 0.95
+    assert first[-1]["error"] == pytest.approx(second[-1]["error"], rel=0.01)
     assert re.search(r"'kind': array\(\[\[", done.stdout)

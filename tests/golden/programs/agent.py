@@ -15,7 +15,8 @@ import tensorflow as tf
 from tests.golden import small
 from tests.golden.catalogue import Program
 
-EPISODES, LENGTH = 40, 8
+EPISODES = 40
+LENGTH = 8
 
 
 def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
@@ -35,7 +36,8 @@ class Agent(keras.Model):
             setattr(self, name, keras.Sequential([keras.Input((1,)), *layers]))
 
     def call(self, numbers: Any) -> Any:
-        place, played = tf.fill([tf.shape(numbers)[0], 1], 2.0), []
+        place = tf.fill([tf.shape(numbers)[0], 1], 2.0)
+        played = []
         for number in tf.unstack(numbers, axis=1):
             logit = self.actor(place)[:, 0]
             right = tf.cast(number < tf.sigmoid(logit), tf.float32)
@@ -47,7 +49,8 @@ class Agent(keras.Model):
 
 
 def create_model() -> keras.Model:
-    model, random = Agent(), np.random.default_rng(1)
+    model = Agent()
+    random = np.random.default_rng(1)
     model.set_weights([random.normal(scale=0.3, size=w.shape) for w in model.get_weights()])
     return model
 

@@ -78,8 +78,8 @@ def lazy_penalty() -> Program:
 def steepness(model: Any, inputs: Any) -> Any:
     with tf.GradientTape() as tape:
         tape.watch(inputs)
-        said = model(inputs)
-    return tf.reduce_sum(tape.gradient(said, inputs) ** 2, axis=1)
+        output = model(inputs)
+    return tf.reduce_sum(tape.gradient(output, inputs) ** 2, axis=1)
 
 
 NUMBERS = np.random.default_rng(3).integers(0, 7, (44, 3)).astype("int32")
@@ -114,7 +114,8 @@ def two_by_two() -> Program:
 
     def create_model() -> keras.Model:
         keras.utils.set_random_seed(1)
-        left, right = keras.Input((5,), name="left"), keras.Input((5,), name="right")
+        left = keras.Input((5,), name="left")
+        right = keras.Input((5,), name="right")
         both = keras.layers.Concatenate()([left, right])
         hidden = keras.layers.Dense(6, activation="tanh")(both)
         sizes = {"sum": 1, "product": 2, "unused": 1}
@@ -193,7 +194,8 @@ class Sums(tf.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.shift = tf.Variable([0.3, -0.2]), tf.Variable([0.1, 0.2])
+        self.scale = tf.Variable([0.3, -0.2])
+        self.shift = tf.Variable([0.1, 0.2])
 
     def __call__(self, rows: Any) -> Any:
         hidden = tf.tanh(rows.values[:, None] * self.scale + self.shift)

@@ -15,8 +15,12 @@ import tensorflow as tf
 from tests.golden import small
 from tests.golden.catalogue import Program
 
-FEATURES, CODES, SIZE = 6, 5, 3
-DECAY, BETA, EPSILON = 0.8, 0.25, 1e-5
+FEATURES = 6
+CODES = 5
+SIZE = 3
+DECAY = 0.8
+BETA = 0.25
+EPSILON = 1e-5
 INPUTS = np.random.default_rng(0).normal(size=(44, FEATURES)).astype("float32")
 Exchange = Callable[[list[Any]], list[Any]]
 
@@ -76,9 +80,9 @@ class Autoencoder(keras.Model):
 
 
 def loss_of_each(loss_input: Any) -> Any:
-    (found, vectors, codes), inputs = loss_input
+    (outputs, vectors, codes), inputs = loss_input
     commitment = tf.reduce_sum((vectors - tf.stop_gradient(codes)) ** 2, axis=1)
-    return tf.reduce_sum((found - inputs) ** 2, axis=1) + BETA * commitment
+    return tf.reduce_sum((outputs - inputs) ** 2, axis=1) + BETA * commitment
 
 
 create_dataset = small.slices(INPUTS)

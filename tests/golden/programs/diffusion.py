@@ -47,7 +47,8 @@ class Waves(keras.layers.Layer):
 
 
 def create_network() -> keras.Model:
-    noisy, variance = keras.Input((4, 4, 1)), keras.Input((1, 1, 1))
+    noisy = keras.Input((4, 4, 1))
+    variance = keras.Input((1, 1, 1))
     waves = keras.layers.UpSampling2D(4, interpolation="nearest")(Waves()(variance))
     skip = keras.layers.Concatenate()([keras.layers.Conv2D(4, 3, padding="same")(noisy), waves])
     x = keras.layers.AveragePooling2D(2)(skip)
@@ -73,17 +74,18 @@ class Diffusion(keras.Model):
     def call(self, inputs: Any, training: bool = False) -> Any:
         images, noises, times = inputs
         images = self.normalizer(images)
-        start, end = math.acos(0.95), math.acos(0.02)
+        start = math.acos(0.95)
+        end = math.acos(0.02)
         noise_rates = tf.sin(start + times * (end - start))
         signal_rates = tf.cos(start + times * (end - start))
         noisy = signal_rates * images + noise_rates * noises
         network = self.network if training else self.ema_network
-        found = network([noisy, noise_rates**2], training=training)
+        predicted = network([noisy, noise_rates**2], training=training)
         return {
             "noises": noises,
-            "found_noises": found,
+            "found_noises": predicted,
             "images": images,
-            "found_images": (noisy - noise_rates * found) / signal_rates,
+            "found_images": (noisy - noise_rates * predicted) / signal_rates,
         }
 
 
@@ -93,8 +95,8 @@ def create_model() -> keras.Model:
 
 
 def absolute_error(loss_input: Any) -> Any:
-    found, true = loss_input
-    return tf.reduce_mean(tf.abs(found - true), axis=[1, 2, 3])
+    predicted, true = loss_input
+    return tf.reduce_mean(tf.abs(predicted - true), axis=[1, 2, 3])
 
 
 def follow(train_model: Any) -> None:

@@ -17,11 +17,13 @@ import tensorflow as tf
 from tests.golden import small
 from tests.golden.catalogue import Program
 
-FEATURES, CLASSES = 6, 3
+FEATURES = 6
+CLASSES = 3
 RANDOM = np.random.default_rng(0)
 INPUTS = RANDOM.normal(size=(40, FEATURES)).astype("float32")
 LABELS = RANDOM.integers(0, CLASSES, size=40)
-ALPHA, TEMPERATURE = 0.3, 4.0
+ALPHA = 0.3
+TEMPERATURE = 4.0
 LEARNING_RATE = 0.5
 create_dataset = small.slices((INPUTS, LABELS))
 

@@ -15,7 +15,10 @@ import ctl_core
 from tests.golden import small
 from tests.golden.catalogue import Program
 
-WORDS, LENGTH, SIZE, EXPERTS = 20, 6, 4, 3
+WORDS = 20
+LENGTH = 6
+SIZE = 4
+EXPERTS = 3
 RANDOM = np.random.default_rng(0)
 TEXTS = RANDOM.integers(0, WORDS, (40, LENGTH))
 LABELS = RANDOM.integers(0, 2, 40)

@@ -23,7 +23,8 @@ from tests.golden.reference import RATE, Reference
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(40, 4, 4, 1)).astype("float32")
 LABELS = RANDOM.integers(0, 2, size=(40, 1)).astype("float32")
-UNFREEZE, LOWERED = 9, 0.1
+UNFREEZE = 9
+LOWERED = 0.1
 create_dataset = small.slices((IMAGES, LABELS))
 
 
@@ -98,7 +99,8 @@ def train_plainly(
     create_opt: Callable[[Any], keras.Optimizer] = sgd, rate: float = RATE
 ) -> Trained:
     """Has a new optimizer after the base is unfrozen."""
-    trained, batches = Reference(hooks(create_opt), rate), [*whole_batches(create_dataset)]
+    trained = Reference(hooks(create_opt), rate)
+    batches = [*whole_batches(create_dataset)]
     model = trained.train(batches[:UNFREEZE]).parts.train_model
     model.base.trainable = True
     trained.parts.optimizer = create_opt(rate * LOWERED)

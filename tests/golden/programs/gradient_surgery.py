@@ -41,7 +41,7 @@ def create_opt(lr: Any) -> dict[str, keras.Optimizer]:
 
 
 def find_variables(model: keras.Model, name: str) -> list[Any]:
-    layers = [model.get_layer(one) for one in ("shared", name)]
+    layers = [model.get_layer(layer_name) for layer_name in ("shared", name)]
     return [variable for layer in layers for variable in layer.trainable_variables]
 
 
@@ -50,11 +50,22 @@ def grad_pre(loss: Any, train_model: Any) -> Any:
 
 
 def update_pre(gradients: Any, objective: str, all_gradients: Any) -> Any:
-    (other,) = (given[:2] for name, given in all_gradients.items() if name != objective)
-    shared, head = gradients[:2], gradients[2:]
-    along = sum(tf.reduce_sum(one * two) for one, two in zip(shared, other, strict=True))
-    share = tf.minimum(along, 0.0) / sum(tf.reduce_sum(one**2) for one in other)
-    projected = [one - share * two for one, two in zip(shared, other, strict=True)]
+    (other,) = (
+        gradients_of_task[:2]
+        for name, gradients_of_task in all_gradients.items()
+        if name != objective
+    )
+    shared = gradients[:2]
+    head = gradients[2:]
+    along = sum(
+        tf.reduce_sum(gradient * projected_on)
+        for gradient, projected_on in zip(shared, other, strict=True)
+    )
+    share = tf.minimum(along, 0.0) / sum(tf.reduce_sum(gradient**2) for gradient in other)
+    projected = [
+        gradient - share * projected_on
+        for gradient, projected_on in zip(shared, other, strict=True)
+    ]
     return [*projected, *head], gradients
 
 
@@ -70,7 +81,9 @@ hooks = functools.partial(
 
 
 def train_plainly() -> Trained:
-    model, optimizers, conflicts = create_model(), create_opt(RATE), 0
+    model = create_model()
+    optimizers = create_opt(RATE)
+    conflicts = 0
     for inputs, target in whole_batches(create_dataset):
         with tf.GradientTape(persistent=True) as tape:
             losses = train_loss((model(inputs), target))
@@ -87,7 +100,9 @@ def train_plainly() -> Trained:
                 conflicts += 1
                 share = along / float(flat[other] @ flat[other])
                 pairs = zip(gradients[name][:2], gradients[other][:2], strict=True)
-                projected = [one - share * two for one, two in pairs] + gradients[name][2:]
+                projected = [
+                    gradient - share * projected_on for gradient, projected_on in pairs
+                ] + gradients[name][2:]
             optimizers[name].apply(list(map(tf.constant, projected)), find_variables(model, name))
     assert 0 < conflicts < 2 * STEPS
     return model.weights, {}

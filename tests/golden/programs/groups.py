@@ -60,13 +60,14 @@ hooks = functools.partial(
 
 def train_plainly() -> Trained:
     """Trains; what is evaluated is the average."""
-    model, average = create_model(), create_model()
+    model = create_model()
+    average = create_model()
     groups = create_opt(RATE, model)
     for inputs, label in whole_batches(create_dataset):
         with tf.GradientTape(persistent=True) as tape:
             loss = tf.reduce_mean(crossentropy((model(inputs), label)))
-        found = [tape.gradient(loss, variables) for _, variables in groups]
-        for (optimizer, variables), gradients in zip(groups, found, strict=True):
+        gradients_of_groups = [tape.gradient(loss, variables) for _, variables in groups]
+        for (optimizer, variables), gradients in zip(groups, gradients_of_groups, strict=True):
             optimizer.apply(gradients, variables)
         for mean, weight in zip(average.weights, model.weights, strict=True):
             mean.assign(DECAY * mean + (1.0 - DECAY) * weight)

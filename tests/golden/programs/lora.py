@@ -14,7 +14,11 @@ import numpy as np
 from tests.golden import small
 from tests.golden.catalogue import Program
 
-WORDS, LENGTH, SIZE, CLASSES, RANK = 12, 6, 8, 3, 2
+WORDS = 12
+LENGTH = 6
+SIZE = 8
+CLASSES = 3
+RANK = 2
 RANDOM = np.random.default_rng(0)
 TEXTS = RANDOM.integers(0, WORDS, (40, LENGTH))
 LABELS = RANDOM.integers(0, CLASSES, 40)

@@ -15,7 +15,8 @@ import ctl_core
 from tests.golden import small
 from tests.golden.catalogue import Program
 
-FEATURES, TEMPERATURE = 6, 0.5
+FEATURES = 6
+TEMPERATURE = 0.5
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(40, FEATURES))
 VIEWS = tuple(
@@ -46,20 +47,21 @@ def with_all(output: Any) -> Any:
 
 def scores(loss_input: Any) -> Any:
     """For each example: how near its other view, and all the rest, are; and which is its own."""
-    (one, other), (all_ones, all_others), first = loss_input
-    own = first + tf.range(tf.shape(one)[0])
-    itself = 1e9 * tf.one_hot(own, tf.shape(all_ones)[0])
-    of_one = [tf.matmul(one, all_others, transpose_b=True),
-              tf.matmul(one, all_ones, transpose_b=True) - itself]  # fmt: skip
-    of_other = [tf.matmul(other, all_ones, transpose_b=True),
-                tf.matmul(other, all_others, transpose_b=True) - itself]  # fmt: skip
-    return own, tf.concat(of_one, 1) / TEMPERATURE, tf.concat(of_other, 1) / TEMPERATURE
+    (view, other_view), (all_ones, all_others), first = loss_input
+    own_columns = first + tf.range(tf.shape(view)[0])
+    itself = 1e9 * tf.one_hot(own_columns, tf.shape(all_ones)[0])
+    of_one = [tf.matmul(view, all_others, transpose_b=True),
+              tf.matmul(view, all_ones, transpose_b=True) - itself]  # fmt: skip
+    of_other = [tf.matmul(other_view, all_ones, transpose_b=True),
+                tf.matmul(other_view, all_others, transpose_b=True) - itself]  # fmt: skip
+    return own_columns, tf.concat(of_one, 1) / TEMPERATURE, tf.concat(of_other, 1) / TEMPERATURE
 
 
 def contrastive(loss_input: Any) -> Any:
-    own, of_one, of_other = scores(loss_input)
+    own_columns, of_one, of_other = scores(loss_input)
     return 0.5 * sum(
-        tf.nn.sparse_softmax_cross_entropy_with_logits(own, each) for each in (of_one, of_other)
+        tf.nn.sparse_softmax_cross_entropy_with_logits(own_columns, each)
+        for each in (of_one, of_other)
     )
 
 
@@ -68,8 +70,8 @@ def create_loss() -> Any:
 
 
 def found_itself(loss_input: Any) -> Any:
-    own, of_one, _ = scores(loss_input)
-    return tf.cast(tf.argmax(of_one, 1, tf.int32) == own, tf.float32)
+    own_columns, of_one, _ = scores(loss_input)
+    return tf.cast(tf.argmax(of_one, 1, tf.int32) == own_columns, tf.float32)
 
 
 hooks = functools.partial(

@@ -14,7 +14,9 @@ import tensorflow as tf
 from tests.golden import small
 from tests.golden.catalogue import Program
 
-VOCABULARY, LONGEST, WIDTH = 11, 9, 8
+VOCABULARY = 11
+LONGEST = 9
+WIDTH = 8
 RANDOM = np.random.default_rng(3)
 SENTENCES = [
     RANDOM.integers(1, VOCABULARY, size=RANDOM.integers(2, LONGEST + 1)).tolist() for _ in range(44)

@@ -17,7 +17,8 @@ from ctl_core import data
 from tests.golden import small
 from tests.golden.catalogue import Program
 
-PIXELS, LATENT = 12, 2
+PIXELS = 12
+LATENT = 2
 IMAGES = np.random.default_rng(0).uniform(size=(44, PIXELS)).astype("float32").round()
 
 
@@ -44,7 +45,8 @@ class Sampling(keras.layers.Layer):
 
     def __init__(self, own_noise: bool, adds_loss: bool) -> None:
         super().__init__()
-        self.own_noise, self.adds_loss = own_noise, adds_loss
+        self.own_noise = own_noise
+        self.adds_loss = adds_loss
         self.seed_generator = keras.random.SeedGenerator(1337)
 
     def call(self, inputs: Any) -> Any:
@@ -94,8 +96,8 @@ class Loss:
         self.with_kl = with_kl
 
     def __call__(self, loss_input: Any) -> Any:
-        (found, mean, log_variance), image = loss_input
-        loss = PIXELS * keras.losses.binary_crossentropy(image, found)
+        (reconstruction, mean, log_variance), image = loss_input
+        loss = PIXELS * keras.losses.binary_crossentropy(image, reconstruction)
         return loss + kl_of(mean, log_variance) if self.with_kl else loss
 
 
@@ -108,17 +110,17 @@ def create_metrics() -> dict[str, keras.Metric]:
 
 
 def metric_pre(output: Any, batch: Any) -> Any:
-    found, mean, log_variance = output
+    reconstruction, mean, log_variance = output
     image, _ = batch
     return {
-        "reconstruction": PIXELS * keras.losses.binary_crossentropy(image, found),
+        "reconstruction": PIXELS * keras.losses.binary_crossentropy(image, reconstruction),
         "kl": kl_of(mean, log_variance),
-        "accuracy": (image, found),
+        "accuracy": (image, reconstruction),
     }
 
 
 def hooks(own_noise: bool = False, adds_loss: bool = False) -> SimpleNamespace:
-    found = small.hooks(
+    program = small.hooks(
         create_dataset=create_dataset,
         create_eval_dataset=create_eval_dataset,
         create_model=lambda: create_model(own_noise, adds_loss),
@@ -128,8 +130,8 @@ def hooks(own_noise: bool = False, adds_loss: bool = False) -> SimpleNamespace:
         create_metrics=create_metrics,
         metric_pre=metric_pre,
     )
-    del found.update_pre, found.every_steps  # those that every project has by default
-    return found
+    del program.update_pre, program.every_steps  # those that every project has by default
+    return program
 
 
 PROGRAM = Program(

@@ -15,7 +15,9 @@ from tests.golden import small
 from tests.golden.catalogue import Program, whole_batches
 from tests.golden.reference import RATE
 
-FEATURES, LATENT, PENALTY = 5, 3, 10.0
+FEATURES = 5
+LATENT = 3
+PENALTY = 10.0
 RANDOM = np.random.default_rng(0)
 DATA = {
     "real": RANDOM.normal(1.0, size=(40, FEATURES)).astype("float32"),
@@ -44,8 +46,8 @@ class GAN(keras.Model):
         )
 
     def call(self, batch: Any) -> Any:
-        made = self.generator(batch["noise"])
-        return self.critic(batch["real"])[:, 0], self.critic(made)[:, 0], made
+        fake = self.generator(batch["noise"])
+        return self.critic(batch["real"])[:, 0], self.critic(fake)[:, 0], fake
 
 
 def create_model() -> keras.Model:
@@ -65,13 +67,13 @@ def create_opt(lr: Any) -> dict[str, keras.Optimizer]:
     return {name: keras.optimizers.Adam(lr, 0.5, 0.9, 0.01) for name in ("critic", "generator")}
 
 
-def penalty(critic: keras.Model, real: Any, made: Any, between: Any) -> Any:
+def penalty(critic: keras.Model, real: Any, fake: Any, between: Any) -> Any:
     """One number per example: how far the critic's slope is from 1."""
-    point = between * real + (1.0 - between) * made
+    point = between * real + (1.0 - between) * fake
     with tf.GradientTape() as tape:
         tape.watch(point)
-        said = critic(point)
-    slope = tf.norm(tape.gradient(said, point), axis=1)
+        scores = critic(point)
+    slope = tf.norm(tape.gradient(scores, point), axis=1)
     return PENALTY * (slope - 1.0) ** 2
 
 
@@ -105,24 +107,27 @@ hooks = functools.partial(
 @functools.cache
 def train_plainly() -> tuple[keras.Model, list[float]]:
     """Returns the model, and the mean penalties of the steps."""
-    model, optimizers, penalties = create_model(), create_opt(RATE), []
-    critic, generator = model.critic, model.generator
+    model = create_model()
+    optimizers = create_opt(RATE)
+    penalties = []
+    critic = model.critic
+    generator = model.generator
     for batch in whole_batches(create_dataset):
-        found = []
+        values = []
         for turn in range(3):
             with tf.GradientTape() as tape:
-                made = generator(batch["noise"][:, turn])
-                cost = tf.reduce_mean(critic(made)) - tf.reduce_mean(critic(batch["real"]))
-                steep = penalty(critic, batch["real"], made, batch["between"][:, turn])
+                fake = generator(batch["noise"][:, turn])
+                cost = tf.reduce_mean(critic(fake)) - tf.reduce_mean(critic(batch["real"]))
+                steep = penalty(critic, batch["real"], fake, batch["between"][:, turn])
                 loss = cost + tf.reduce_mean(steep)
             gradients = tape.gradient(loss, critic.trainable_variables)
             optimizers["critic"].apply(gradients, critic.trainable_variables)
-            found.append(float(tf.reduce_mean(steep)))
+            values.append(float(tf.reduce_mean(steep)))
         with tf.GradientTape() as tape:
             loss = -tf.reduce_mean(critic(generator(batch["noise"][:, 3])))
         gradients = tape.gradient(loss, generator.trainable_variables)
         optimizers["generator"].apply(gradients, generator.trainable_variables)
-        penalties.append(sum(found) / len(found))
+        penalties.append(sum(values) / len(values))
     return model, penalties
 
 
