@@ -72,7 +72,7 @@ def test_position_of_iterator() -> None:
     "dataset, draws",
     [
         (tf.data.Dataset.range(6), 0),
-        (tf.data.Dataset.range(6).shuffle(6).shuffle(3), 2),
+        (tf.data.Dataset.range(10_000).shuffle(6).shuffle(3), 2),
         (tf.data.Dataset.range(6).apply(tf.data.experimental.shuffle_and_repeat(6)), 1),
         (tf.data.Dataset.random(1), 1),
         (tf.data.Dataset.range(2).cache().repeat(), 1),

@@ -1,5 +1,6 @@
 """Several sets of data, models of their own, metrics of training; what an evaluation decides."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core.evaluation.criteria import read_criteria
+from ctl_core.run.settings import Config
 from tests.golden import small
 from tests.helpers.cases import (
     assert_weights,
@@ -280,3 +283,25 @@ def test_keep_best_without_metric_or_direction_is_refused(train: Train) -> None:
     for keep_best, words in words_of.items():
         with pytest.raises(ctl_core.SetupError, match=words):
             train(hooks, keep_best=keep_best)
+
+
+def test_criterion_ends_training_after_its_patience() -> None:
+    """NaN and an equal value are no better; the progress of the run has all it needs."""
+    (criterion,) = read_criteria(Config(early_stop="error:2"), ["loss", "error"])
+    best: dict[str, list[float]] = {}
+    values = [math.nan, 3.0, 2.0, 2.0, 1.0, math.nan]
+    for step, value in enumerate(values):
+        assert criterion.judge(step, {"error": value}, best) is None
+    assert best == {"early_stop=error:min": [1.0, 4, 1]}
+    reason = criterion.judge(6, {"error": 1.5}, best)
+    assert reason == "early_stop: error was not better than 1 (step 4) in 2 evaluations."
+
+
+@pytest.mark.parametrize(
+    "setting, is_highest", [("val/accuracy", True), ("total_loss", False), ("speed:max", True)]
+)
+def test_direction_of_criterion(setting: str, is_highest: bool) -> None:
+    names = ["val/accuracy", "total_loss", "speed"]
+    (criterion,) = read_criteria(Config(keep_best=setting), names)
+    assert criterion.highest is is_highest
+    assert criterion.judge(1, {setting.split(":")[0]: 1.0}, {}) is None
