@@ -44,11 +44,16 @@ class Schedule:
         self._deferred = [(period, hook) for period, hook in self._every if hook.deferred]
         self._at = hooks.at_step
         self._marks = marks
-        self._ckpt_every = convert_to_steps(state, "ckpt_every", config.ckpt_every)
-        self._eval_every = convert_to_steps(state, "eval_every", config.eval_every)
-        self._log_every = config.log_every if state.components.list_logged_metrics() else 0
+        # The graph is left whenever one of these periods ends.
+        self._periods_of_settings = {
+            "ckpt_every": convert_to_steps(state, "ckpt_every", config.ckpt_every),
+            "eval_every": convert_to_steps(state, "eval_every", config.eval_every),
+            "log_every": 0,
+        }
+        if state.components.list_logged_metrics():
+            self._periods_of_settings["log_every"] = config.log_every
         self._periods = {period for period, hook in self._every if not hook.deferred}
-        self._periods |= {self._ckpt_every, self._eval_every, self._log_every} - {0}
+        self._periods |= set(self._periods_of_settings.values()) - {0}
         self._save_interval = parse_seconds(config.ckpt_every)
         self._max_time = parse_seconds(config.max_time)
         self._start = time.monotonic()
@@ -66,7 +71,10 @@ class Schedule:
         return periodic + list(self._at.get(step, ()))
 
     def find_fetches(self, step: int) -> frozenset[str]:
-        """Returns the names of the values of a step that its due hooks take as arguments."""
+        """Returns the names of the values of a step that its due hooks take as arguments.
+
+        The step computes no others, see ``StepResult``.
+        """
         due = self.find_due(step)
         return frozenset(name for hook in due for name in hook.arguments if name in OBSERVED)
 
@@ -78,17 +86,22 @@ class Schedule:
 
     def is_evaluation_due(self, step: int) -> bool:
         """Returns True if an evaluation is due after this step."""
-        return step == self.last or is_multiple(step, self._eval_every)
+        return step == self.last or self._is_over("eval_every", step)
 
     def find_log_due(self, step: int) -> tuple[bool, bool]:
         """Returns whether train metrics are written after a step, and whether they are reset."""
-        is_period_over = is_multiple(step, self._log_every)
-        is_last = step == self.last and self._log_every > 0
+        is_period_over = self._is_over("log_every", step)
+        is_last = step == self.last and self._periods_of_settings["log_every"] > 0
         return is_period_over or is_last, is_period_over
 
     def is_save_due(self, step: int) -> bool:
         """Returns True if a checkpoint is due after this step."""
-        return is_multiple(step, self._ckpt_every)
+        return self._is_over("ckpt_every", step)
+
+    def _is_over(self, setting: str, step: int) -> bool:
+        """Returns True if the period of a setting ends after this step; one of 0 never does."""
+        period = self._periods_of_settings[setting]
+        return step > 0 and period > 0 and step % period == 0
 
     def is_time_to_save(self) -> bool:
         """Returns True if the time since the last checkpoint is up."""
@@ -129,11 +142,6 @@ def convert_to_steps(state: State, setting: str, value: int | str) -> int:
             "epochs; say how many steps, or how many minutes."
         )
     return int(epochs[1]) * state.data.steps_per_epoch
-
-
-def is_multiple(step: int, period: int) -> bool:
-    """Returns True if a period ends after this step; a period of 0 never does."""
-    return step > 0 and period > 0 and step % period == 0
 
 
 class StepsPerCall:

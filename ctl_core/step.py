@@ -76,8 +76,8 @@ class StepResult(NamedTuple):
 
     Attributes:
         loss: the objectives summed over the replicas; empty if nobody asks for them
-        gradients: the gradients summed over the replicas
-        update_gradients: the gradients that were applied
+        gradients: the gradients summed over the replicas, before ``update_pre``, which clips them
+        update_gradients: the gradients that optimizers apply, after ``update_pre``
         display_gradients: the gradients that host hooks are shown
         variables: the variables that the gradients belong to; they are no tensors
         output: of the last update, a list with an entry for each micro-batch; empty if nobody asks
@@ -95,7 +95,10 @@ class StepResult(NamedTuple):
     flags: list[FiniteFlags]
 
     def fetch(self, names: frozenset[str]) -> dict[str, Structure]:
-        """Returns the values of these names; without objectives' names if there is only one."""
+        """Returns the values of these names, each by objective if there are several objectives.
+
+        With a single objective, gradients and variables are lists, and the loss is a tensor.
+        """
         return {name: strip_objective(getattr(self, name)) for name in names}
 
 

@@ -199,6 +199,8 @@ class Trainer:
         stop = self.start  # the next step after which something is due
         ended = False
         while True:
+            # Whatever is due after a step, except its hooks, waits until the processes have
+            # exchanged their status: signals, and losses that are not finite.
             self._sync_status(step, ended)
             if step == stop:
                 self._profile.follow(step)

@@ -12,6 +12,9 @@ A checkpoint of step 300 consists of these files in runs/NAME/ckpt:
     best/                               the same files of the checkpoint that ``keep_best`` keeps
 
 A process that is killed at any moment leaves either a complete checkpoint or none.
+
+The manager of ``create_ckpt`` deletes the oldest user's parts while it saves. record.py then
+removes the other files of each checkpoint that has no user's part any more, under any prefix.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ class Input:
         hook: the hook that returned the dataset, for messages
         is_stream: whether ``make_batches`` returned an endless dataset of its own
         is_endless: whether the data have no passes
-        steps_per_epoch: the global batches in a pass; None without passes, and if nobody asked
+        steps_per_epoch: the global batches in a pass, or those of ``overfit_batches``; None if the
+            data have no passes, or no setting needs it (``Config.counts_epochs``)
         dataset: the dataset that ``stream`` reads
         stream: the iterator whose position is part of each checkpoint; None before ``begin``
         held: variables with batches that were read and not yet drawn; part of each checkpoint, too

@@ -128,7 +128,7 @@ class Console:
 
         Args:
             step: the number of the step
-            split: train or eval
+            split: ``train``, ``eval`` or ``watch``; the folder of the run for TensorBoard
             values: the values by name; those of a dict are shown as ``name/key``
         """
         step = operator.index(step)

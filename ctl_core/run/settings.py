@@ -188,7 +188,10 @@ class Config:
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether training needs the number of steps in an epoch, which takes a pass to count."""
+        """Whether training needs the number of steps in an epoch, which takes a pass to count.
+
+        Every setting that may be a number of epochs is asked here, and in ``remove_periods``.
+        """
         if self.keeps_last_batch and self.steps is not None:
             return True
         periods = (self.ckpt_every, self.eval_every)
