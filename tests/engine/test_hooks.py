@@ -344,6 +344,7 @@ def test_listener_and_flags_shown_in_documents_work(
     assert (config.learning_rate, config.hparams) == (0.01, {"width": 32})
 
 
+@pytest.mark.slow
 def test_loop_shown_in_documents_has_the_weights_of_its_hooks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

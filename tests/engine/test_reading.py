@@ -138,6 +138,7 @@ def test_overfitting_more_batches_than_there_are_goes_on_into_the_next_pass(trai
     assert_weights(state, small.plain(20, batches=batches.concatenate(batches.take(1))), 1e-5)
 
 
+@pytest.mark.slow
 def test_elements_whose_tensors_differ_in_size_need_a_hook(train: Train) -> None:
     """Graphs: the first batches of four have four atoms, as if they were the examples."""
     atoms = tf.ragged.range([1] * 20 + [1 + index % 5 for index in range(20)])

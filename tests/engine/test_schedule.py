@@ -244,6 +244,7 @@ def test_a_finished_run_that_is_trained_on_says_how_its_rate_jumps(
     assert seen[24] == pytest.approx(0.05)
 
 
+@pytest.mark.slow
 def test_a_curve_that_another_learning_rate_scales_is_no_jump(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:

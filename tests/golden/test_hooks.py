@@ -145,6 +145,7 @@ def momentum(lr: Any) -> keras.Optimizer:
     return keras.optimizers.SGD(lr, momentum=0.5)
 
 
+@pytest.mark.slow
 def test_hooks_restore_and_keep_checkpoints_by_themselves(train_small: engine.Train) -> None:
     """``create_ckpt`` says how many are kept; ``ckpt.restore`` goes back, weights and moments."""
 

@@ -101,6 +101,7 @@ def test_without_a_name_a_run_is_named_by_the_time(project: Path, command: Comma
     assert len(names) == 2 and all(name[:8].isdigit() for name in names)
 
 
+@pytest.mark.slow
 def test_variables_are_typed_and_give_way_to_flags(project: Path, command: Command) -> None:
     environ = {"CTL_STEPS": "3", "CTL_SEED": "7", "CTL_DETERMINISTIC": "true",
                "CTL_HPARAMS": "{width: 3}", "CTL_LEARNING_RATE": "0.5"}  # fmt: skip
