@@ -323,4 +323,4 @@ def test_every_setting_is_used_somewhere() -> None:
     engine = Path(ctl_core.__file__).parent
     sources = [p.read_text() for p in engine.rglob("*.py") if p.stem not in ("settings", "cli")]
     for name in SETTINGS:
-        assert any(re.search(rf"\bconfig\.{name}\b", text) for text in sources), name
+        assert any(re.search(rf"\b_?config\.{name}\b", text) for text in sources), name
