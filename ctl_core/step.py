@@ -166,7 +166,7 @@ def update_once(
         contribution,
         summed,
     )
-    flags = replicas.run(partial(note_flags, context), contribution, summed, updates)
+    flags = replicas.run(partial(note_flags, context), contribution, summed)
     apply_updates(context, replicas, variables, summed, updates)
     return StepResult(
         loss=summed.loss,
@@ -377,19 +377,14 @@ def _check_shapes(context: StepContext, update: Gradients, variables: list[Varia
 
 
 def note_flags(
-    context: StepContext, contribution: Contribution, summed: Contribution, updates: Updates
+    context: StepContext, contribution: Contribution, summed: Contribution
 ) -> FiniteFlags:
-    """Returns whether the loss of a replica is finite, and whether ``update_pre`` hid no NaN."""
+    """Returns whether the loss of a replica is finite, and whether its gradients are numbers."""
     loss_is_finite = are_losses_finite(contribution.loss)
     if context.components.loss_scale is not None:  # an update with NaN is skipped
-        return FiniteFlags(loss_is_finite, no_nan_removed=tf.constant(True))
-    received = itertools.chain(*summed.gradients.values())
-    applied = list(itertools.chain(*updates.applied.values()))
-    # The applied gradients are searched only if there was NaN to remove, which is rare.
-    no_nan_removed = tf.cond(
-        are_numbers(received), lambda: tf.constant(True), lambda: ~are_numbers(applied)
-    )
-    return FiniteFlags(loss_is_finite, no_nan_removed)
+        return FiniteFlags(loss_is_finite, gradients_are_numbers=tf.constant(True))
+    gradients = itertools.chain(*summed.gradients.values())
+    return FiniteFlags(loss_is_finite, are_numbers(gradients))
 
 
 def apply_updates(

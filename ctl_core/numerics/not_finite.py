@@ -30,11 +30,11 @@ class FiniteFlags(NamedTuple):
 
     Attributes:
         loss_is_finite: whether every loss is finite
-        no_nan_removed: False if ``update_pre`` received NaN in a gradient and returned none
+        gradients_are_numbers: whether no gradient that ``update_pre`` was passed had NaN
     """
 
     loss_is_finite: tf.Tensor
-    no_nan_removed: tf.Tensor
+    gradients_are_numbers: tf.Tensor
 
 
 def combine_flags(flags: Sequence[FiniteFlags]) -> tf.Tensor:
@@ -55,23 +55,21 @@ def are_losses_finite(losses: Mapping[str, tf.Tensor]) -> tf.Tensor:
     return tf.math.is_finite(total)
 
 
-def are_numbers(gradients: Iterable[Gradient | None]) -> tf.Tensor:
+def are_numbers(gradients: Iterable[Gradient]) -> tf.Tensor:
     """Returns whether no gradient, dense or sparse, has an entry that is NaN: a bool scalar.
 
-    None, which optimizers leave out, has no entries. Complex gradients are not searched.
+    A norm is NaN exactly if an entry is. The global norm costs nothing if ``update_pre`` clips by
+    it, because TensorFlow computes equal ops of a graph only once. Complex gradients are not
+    searched.
     """
-    has_nan = []
+    by_dtype: dict[tf.DType, list[Gradient]] = {}
     for gradient in gradients:
-        if gradient is None:
-            continue
-        if isinstance(gradient, tf.IndexedSlices):
-            gradient = gradient.values
-        tensor = tf.convert_to_tensor(gradient)
-        if tensor.dtype.is_floating:
-            has_nan.append(tf.reduce_any(tf.math.is_nan(tensor)))
-    if not has_nan:
+        if gradient.dtype.is_floating:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    norms = [tf.cast(tf.linalg.global_norm(group), tf.float32) for group in by_dtype.values()]
+    if not norms:
         return tf.constant(True)
-    return ~tf.reduce_any(tf.stack(has_nan))
+    return ~tf.math.is_nan(tf.add_n(norms))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +80,7 @@ class NonFinite:
         first: the first step whose loss was not finite on some replica, or ``NEVER``
         latest: the last such step so far, or 0
         steps: how many such steps there were; in a cluster, on the process with most
-        zeroed: the number of other steps in which ``update_pre`` removed NaN from gradients
+        zeroed: the number of other steps in which ``update_pre`` was passed NaN in a gradient
     """
 
     first: int = NEVER
@@ -100,8 +98,8 @@ class NonFinite:
         """
         if flags.all():
             return cls()
-        loss_is_finite, no_nan_removed = flags.T
-        zeroed = int((loss_is_finite & ~no_nan_removed).sum())
+        loss_is_finite, gradients_are_numbers = flags.T
+        zeroed = int((loss_is_finite & ~gradients_are_numbers).sum())
         steps = np.arange(len(flags)) + last - len(flags) + 1
         diverged = steps[~loss_is_finite].tolist()
         if not diverged:

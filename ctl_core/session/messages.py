@@ -128,6 +128,7 @@ def describe_nonfinite(state: State) -> list[str]:
         )
     if noted.zeroed:
         warnings.append(
-            f"update_pre removed NaN from gradients in {noted.zeroed} of {state.step} steps."
+            f"update_pre was passed NaN in gradients in {noted.zeroed} of {state.step} steps with "
+            "a finite loss; its default turns NaN into 0."
         )
     return warnings
