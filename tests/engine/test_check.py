@@ -145,7 +145,7 @@ WRONG |= {
         "create_loss": lambda: negatives
     },
 }
-QUICK = [message for message in WRONG if "worst" in message or "add_loss" in message]
+QUICK = [message for message in WRONG if "add_loss" in message]
 
 
 @pytest.mark.parametrize("message", small.slow_but(*QUICK, of=WRONG))
@@ -154,6 +154,7 @@ def test_mistakes_that_training_does_not_show_are_named(check: Check, message: s
         check(hooks(**WRONG[message]))
 
 
+@pytest.mark.slow
 def test_a_dataset_of_one_batch_is_repeated_for_the_comparison(
     check: Check, capsys: Output
 ) -> None:
@@ -175,6 +176,7 @@ def test_devices_that_cannot_be_compared_are_an_error(check: Check) -> None:
         check(hooks(input_pre=input_pre))
 
 
+@pytest.mark.slow
 def test_values_that_every_replica_has_alike_do_not_differ(check: Check, capsys: Output) -> None:
     """An output that has no row for each example is there once for each device."""
 
@@ -279,6 +281,7 @@ def test_batches_of_the_check_have_unequal_shares(
     assert compare_devices.choose_uneven_size(config) == size
 
 
+@pytest.mark.slow
 def test_check_fails_where_devices_cannot_be_compared(check: Check, capsys: Output) -> None:
     """The hook is right for equal shares only, which are compared all the same."""
 
@@ -373,7 +376,8 @@ def test_check_passes_programs_that_are_right_on_any_devices(
     assert "warning" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", small.slow_but("int32", of=["int32", "float32"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
 def test_a_variable_of_the_file_is_named(check: Check, dtype: str) -> None:
     count = tf.Variable(0, dtype=dtype, trainable=False, name="count")
 

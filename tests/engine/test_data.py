@@ -137,6 +137,7 @@ def create_model() -> keras.Model:
     return keras.Sequential([keras.Input((8, 8, 1)), *layers])
 
 
+@pytest.mark.slow
 def test_code_of_the_page_on_data_trains_and_resumes(
     train: Train,
     tmp_path: Path,

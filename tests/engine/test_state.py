@@ -44,6 +44,7 @@ def counting_model() -> keras.Model:
     return small.model_with(Counting(), keras.layers.BatchNormalization())
 
 
+@pytest.mark.slow
 def test_statistics_of_each_replica_resume(train: Train) -> None:
     """Each goes on with its own moving statistics, not with their mean."""
     program = partial(make_hooks, create_model=counting_model)

@@ -34,7 +34,9 @@ def seed_plain_loops() -> None:
 @LAST
 @pytest.mark.parametrize(
     ("devices", "accumulate", "batch", "examples", "scale"),
-    [(1, 1, 64, 200, 1), (5, 1, 64, 200, 100), (3, 2, 43, 131, 100)],
+    small.slow_but(
+        (3, 2, 43, 131, 100), of=[(1, 1, 64, 200, 1), (5, 1, 64, 200, 100), (3, 2, 43, 131, 100)]
+    ),
 )
 def test_batches_that_devices_do_not_divide(
     train: engine.Train, devices: int, accumulate: int, batch: int, examples: int, scale: float,
@@ -64,7 +66,7 @@ def test_a_dataset_that_drops_its_remainders_loses_no_batch(train: engine.Train)
     assert_trained(state, train_plainly(hooks, 6, batches_of(shuffled(128), 64)))
 
 
-@LAST
+@pytest.mark.parametrize("last_batch", small.slow_but("keep", of=["keep", "drop"]))
 def test_run_resumes_on_other_devices(train: engine.Train, last_batch: str) -> None:
     """In the middle of passes; on as many devices it is the whole run bit for bit."""
     hooks = small.hooks(create_dataset=lambda: shuffled(200).batch(7))
@@ -125,7 +127,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize(("devices", "last_batch"), [(1, "drop"), (3, "keep")])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", small.slow_but("ragged", of=KINDS))
 def test_elements_of_different_widths_are_left_out_or_kept(
     train: engine.Train, kind: str, devices: int, last_batch: str
 ) -> None:
@@ -248,14 +250,16 @@ CASES: dict[str, dict[str, Any]] = {
 
 LOSSES = ("simclr", "mean")  # which exchange something
 WAYS = [
-    pytest.param(case, accumulate, marks=[pytest.mark.slow] * (accumulate > 1))
+    (case, accumulate)
     for case in CASES
     for accumulate in (1, 2)
     if accumulate == 1 or case not in LOSSES
 ]
 
 
-@pytest.mark.parametrize(("case", "accumulate"), WAYS)
+@pytest.mark.parametrize(
+    ("case", "accumulate"), small.slow_but(("mean", 1), ("layers", 1), of=WAYS)
+)
 @pytest.mark.parametrize("examples", small.slow_but(33, of=(33, 45)))
 def test_last_batches_of_few_rows(
     train: engine.Train, case: str, examples: int, accumulate: int

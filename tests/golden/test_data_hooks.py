@@ -63,7 +63,7 @@ SPELLINGS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 @LAST
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", small.slow_but(3, of=[1, 3]))
 def test_spelling_of_defaults_changes_nothing(
     train: engine.Train, devices: int, last_batch: str
 ) -> None:

@@ -130,7 +130,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "grain's loader": load_by_a_loader_of_grain,
     "grain's iterator": lambda: iter(load_by_grain()),
 }
-EACH = pytest.mark.parametrize("kind", small.slow_but("a PyDataset", "grain", of=KINDS))
+EACH = pytest.mark.parametrize("kind", small.slow_but("a PyDataset", of=KINDS))
 
 
 def read_passes(make: Callable[[], Any]) -> Iterator[list[Batch]]:
@@ -197,7 +197,8 @@ def test_readers_train_as_in_a_plain_loop_stopped_and_on_other_devices(
     assert "dropping" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", small.slow_but("a PyDataset", of=["a PyDataset", "state_dict"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a PyDataset", "state_dict"])
 def test_readers_keep_the_last_batch(train: engine.Train, kind: str) -> None:
     """Each example counts once an epoch, also on devices that have none of the last four."""
     make = KINDS[kind]
