@@ -133,6 +133,10 @@ class StepFunctions:
         Args:
             steps: how many, at least 1
             fetches: names of the values to return, out of ``table.OBSERVED``
+
+        Returns:
+            The values by name, as host hooks are passed them: with several objectives, gradients,
+            variables and losses are dicts by objective; with a single one, lists and a tensor.
         """
         function = self.trace(fetches)
         if fetches <= self._loop_fetches:

@@ -76,7 +76,8 @@ class StepResult(NamedTuple):
 
     Attributes:
         loss: the objectives summed over the replicas; empty if nobody asks for them
-        gradients: the gradients summed over the replicas, before ``update_pre``, which clips them
+        gradients: the gradients summed over the replicas, before ``update_pre``, which clips them;
+            a sparse one has each index once
         update_gradients: the gradients that optimizers apply, after ``update_pre``
         display_gradients: the gradients that host hooks are shown
         variables: the variables that the gradients belong to; they are no tensors

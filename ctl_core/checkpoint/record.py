@@ -140,6 +140,7 @@ def _list_files(folder: Path, step: int) -> list[Path]:
 def remove_orphans(folder: Path) -> None:
     """Removes the engine's files of checkpoints whose user's part the manager has deleted.
 
+    A user's part under another prefix, which the manager does not delete, keeps a checkpoint.
     The record is removed first, so that a checkpoint that is half removed does not count.
     """
     prefixes = [Path(name).stem for name in _list(folder) if name.endswith(".index")]

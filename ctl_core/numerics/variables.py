@@ -1,6 +1,7 @@
 """The variables of models, whether a model is a Keras layer, a module, a function or an object.
 
-They are float32 in every precision, as are losses, gradients and updates.
+Those of Keras are float32 in every precision, as are losses, gradients and updates, unless a layer
+asks for another dtype.
 """
 
 import collections

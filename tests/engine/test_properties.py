@@ -147,7 +147,7 @@ def make_schedule(every: list[int], at: list[int], ckpt: int, evaluate: int) -> 
             every_steps={period: (hook,) for period in every},
             at_step={step: (hook,) for step in at},
         ),
-        config=SimpleNamespace(ckpt_every=ckpt, eval_every=evaluate, log_every=7, max_time=None),
+        config=Config(ckpt_every=ckpt, eval_every=evaluate, log_every=7),
         components=SimpleNamespace(list_logged_metrics=lambda: {}),
     )
     return Schedule(state, ())

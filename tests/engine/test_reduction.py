@@ -278,7 +278,6 @@ def test_losses_that_are_no_means_train(
     )
 
 
-@pytest.mark.slow
 def test_search_for_means_changes_nothing(train: Train) -> None:
     """Neither the order of the data, nor random numbers, nor what the forward pass writes."""
 
@@ -298,7 +297,6 @@ def test_search_for_means_changes_nothing(train: Train) -> None:
 # ---- What a batch weighs, and sample weights, as Keras has them ----------------------------------
 
 
-@pytest.mark.slow
 def test_a_step_that_weighs_nothing_changes_nothing(train: Train) -> None:
     inputs, target = (array.copy() for array in regression_data())
     target[40:48] = 99.0  # of the sixth step
