@@ -214,7 +214,7 @@ def test_commands_in_a_project(
                 patched.setenv(name, value)
             outcome = cli(None, command=tuple(words))
         assert (outcome.code, outcome.err) == (0, ""), command
-        if step := re.search(r"goes on at step (\d+)", command.comment):
+        if step := re.search(r"resumes at step (\d+)", command.comment):
             assert f"resuming at step {step[1]}" in outcome.out, command
         for path in re.findall(r"runs/[\w./-]*\w", command.comment):
             assert (project / path).exists(), f"{command} has not made {path}"

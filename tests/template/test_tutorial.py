@@ -22,7 +22,7 @@ def read_metrics(project: Path, run: str) -> list[dict[str, float]]:
 @pytest.mark.slow
 def test_the_tutorial_leads_to_a_served_model(render: Render, run: Run, tmp_path: Path) -> None:
     project = render(tmp_path, example="blank", project_name="Shapes")
-    drawn, hooks, more, used = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+    drawn, hooks, used, more = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
     (project / "draw.py").write_text(drawn)
     (project / "callbacks.py").write_text(hooks)
     (project / "use.py").write_text(used)
