@@ -36,7 +36,7 @@ _File = Annotated[FilePath, AfterValidator(os.path.abspath)]
 _OPTIONS: dict[str, Any] = {
     "config": (list[str] | None, declare(None, "settings file; repeat the flag for more")),
     "continue": (bool, declare(False, "resume a run that a hook has ended (StopTraining)")),
-    "check": (bool, declare(False, "try everything once, in seconds and a temporary folder")),
+    "check": (bool, declare(False, "try everything once, in a temporary folder")),
     "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
     "checkpoint": (CheckpointName, declare(None, "a step, or best; null: the newest")),
     "watch": (bool, declare(False, "evaluate each new checkpoint of a run in training")),
