@@ -178,12 +178,13 @@ def find_blamed(measurement: Measurement, kind: Kind) -> Hook:
     if kind is EXTRA_LOSS and measurement.adding_layers:
         return hooks.create_model
     components = measurement.state.components
-    changes_loss = components.optimizers.keys() != components.unchanged_losses
+    leaves_loss = components.optimizers.keys() == components.unchanged_losses
     for name in kind.hooks[:-1]:
         hook: Hook = getattr(hooks, name)
-        if hook.is_default or (name == "grad_pre" and not changes_loss):
-            continue
-        return hook
+        # A grad_pre that returns the loss as it was passed it has not made it wrong.
+        is_innocent = name == "grad_pre" and kind is not EXTRA_LOSS and leaves_loss
+        if not hook.is_default and not is_innocent:
+            return hook
     return getattr(hooks, kind.hooks[-1])  # type: ignore[no-any-return]
 
 
