@@ -26,10 +26,10 @@ from ctl_core.cluster.strategy import prepare
 from ctl_core.cluster.task import Task
 from ctl_core.commands.check_console import CheckConsole
 from ctl_core.commands.compare_devices import DEVICES, compare_devices
+from ctl_core.commands.compare_graphs import find_difference
 from ctl_core.commands.python_values import (
     Change,
     ValueWatch,
-    find_difference,
     find_frozen_values,
     list_graph_places,
 )

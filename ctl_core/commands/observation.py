@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.commands.compare_graphs import describe_with_attributes, find_difference
 from ctl_core.compat import add_called_ops, flatten_layers, read_added_losses
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook
@@ -221,21 +222,14 @@ class Observer:
 
 def has_same_graph(quiet: StepFunctions, noisy: StepFunctions) -> bool:
     """Returns whether two functions take steps by the same ops, with the same attributes."""
-    descriptions = [
-        list(map(describe_fully, add_called_ops(functions.trace(FETCHES).graph.get_operations())))
-        for functions in (quiet, noisy)
-    ]
-    return descriptions[0] == descriptions[1]
-
-
-def describe_fully(op: tf.Operation) -> tuple[str, dict[str, bytes]]:
-    """Returns the type of an op and its attributes, without names that each trace makes anew."""
-    attributes = {
-        name: value.SerializeToString()
-        for name, value in op.node_def.attr.items()
-        if not (name.startswith("_") or value.HasField("func") or value.list.func)
-    }
-    return op.type, attributes
+    quiet_graph = quiet.trace(FETCHES).graph
+    noisy_graph = noisy.trace(FETCHES).graph
+    difference = find_difference(
+        add_called_ops(quiet_graph.get_operations()),
+        add_called_ops(noisy_graph.get_operations()),
+        describe_with_attributes,
+    )
+    return difference is None
 
 
 def is_exact(state: State, functions: StepFunctions, quiet: bool) -> bool:

@@ -23,6 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.commands.compare_graphs import find_difference
 from ctl_core.compat import add_called_ops
 from ctl_core.evaluation.evaluate import define_run_steps
 from ctl_core.graph import StepFunctions
@@ -391,22 +392,3 @@ def trace_all(state: State) -> list[tf.Operation]:
             graph = run_steps.get_concrete_function().graph
             operations += add_called_ops(graph.get_operations())
     return operations
-
-
-def find_difference(
-    first: Iterable[tf.Operation], second: Iterable[tf.Operation]
-) -> tf.Operation | None:
-    """Returns the first op that is not the same in two graphs; None if all are."""
-    for op, counterpart in itertools.zip_longest(first, second):
-        if op is None:
-            return counterpart
-        if counterpart is None or describe_op(op) != describe_op(counterpart):
-            return op
-    return None
-
-
-def describe_op(op: tf.Operation) -> tuple[str, Any]:
-    """Returns the type of an op and, if it is a constant, its value."""
-    if op.type == "Const":
-        return op.type, op.get_attr("value")
-    return op.type, None
