@@ -17,7 +17,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.build import leave_run
 from ctl_core.checkpoint.source import CheckpointName
 from ctl_core.compat import make_scratch_graph, run_layers
 from ctl_core.hooks.callbacks_file import find_callbacks, keep_imports, load_callbacks
@@ -34,6 +33,7 @@ from ctl_core.run.errors import SetupError, find_users_line, format_error
 from ctl_core.run.files import relative_path
 from ctl_core.run.layers import load_config
 from ctl_core.run.settings import Config
+from ctl_core.session.process import leave_run
 from ctl_core.types import (
     AnyTensor,
     Batch,

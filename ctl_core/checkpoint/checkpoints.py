@@ -31,7 +31,8 @@ import keras
 import tensorflow as tf
 
 from ctl_core.checkpoint.position import UNREADABLE, InputPosition
-from ctl_core.checkpoint.record import Damaged, Record, find_user_part, keep_best, read_record
+from ctl_core.checkpoint.record import Damaged, Record, find_user_part, read_record
+from ctl_core.checkpoint.retention import keep_best
 from ctl_core.checkpoint.source import Source
 from ctl_core.checkpoint.vocabularies import Vocabularies
 from ctl_core.checkpoint.writer import Divergence, Writer, write_together

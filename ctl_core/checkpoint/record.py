@@ -1,4 +1,4 @@
-"""Records, which make checkpoints count; the files of a checkpoint; the copy kept as the best."""
+"""Records, which make checkpoints count, and the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,11 @@ class Record:
 
 def list_saved_steps(folder: Path) -> list[int]:
     """Returns the steps that a folder of checkpoints has records of, newest first."""
-    matches = (re.fullmatch(r"ckpt-(\d+)\.json", name) for name in _list(folder / "engine"))
+    matches = (re.fullmatch(r"ckpt-(\d+)\.json", name) for name in list_names(folder / "engine"))
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
-def _list(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     """Returns the names in a folder; none if it does not exist.
 
     ``Path.glob`` takes five times as long.
@@ -86,7 +85,7 @@ def write_record(folder: Path, record: Record) -> None:
     """
     engine = folder / "engine"
     path = engine / f"ckpt-{record.step}.json"
-    _flush_to_disk(*_list_files(folder, record.step), folder / "checkpoint", engine, folder)
+    _flush_to_disk(*list_files(folder, record.step), folder / "checkpoint", engine, folder)
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
     _flush_to_disk(path, engine)
@@ -124,7 +123,7 @@ def read_record(folder: Path, step: int) -> Record:
     return record
 
 
-def _list_files(folder: Path, step: int) -> list[Path]:
+def list_files(folder: Path, step: int) -> list[Path]:
     """Returns the files of a checkpoint, the record last.
 
     Of the files that each process writes for itself, such as ``statistics-8-0``, the ones of all
@@ -132,61 +131,6 @@ def _list_files(folder: Path, step: int) -> list[Path]:
     """
     engine = folder / "engine"
     of_this_step = re.compile(rf"\w+-{step}\b")
-    files = [folder / name for name in _list(folder) if f"-{step}." in name]
-    files += [engine / name for name in _list(engine) if of_this_step.match(name)]
+    files = [folder / name for name in list_names(folder) if f"-{step}." in name]
+    files += [engine / name for name in list_names(engine) if of_this_step.match(name)]
     return sorted(files, key=lambda path: path.suffix == ".json")
-
-
-def remove_orphans(folder: Path) -> None:
-    """Removes the engine's files of checkpoints whose user's part the manager has deleted.
-
-    A user's part under another prefix, which the manager does not delete, keeps a checkpoint.
-    The record is removed first, so that a checkpoint that is half removed does not count.
-    """
-    prefixes = [Path(name).stem for name in _list(folder) if name.endswith(".index")]
-    kept = {prefix.rpartition("-")[2] for prefix in prefixes}
-    for step in list_saved_steps(folder):
-        if str(step) in kept:
-            continue
-        for path in reversed(_list_files(folder, step)):
-            path.unlink(missing_ok=True)
-
-
-def find_best_step(best: dict[str, list[float]]) -> int:
-    """Returns the step of the checkpoint that ``keep_best`` keeps, or -1.
-
-    Args:
-        best: by criterion the best value, its step, and the evaluations since; see ``Criterion``
-    """
-    steps = [int(step) for key, (_, step, _) in best.items() if key.startswith("keep_best=")]
-    return max(steps, default=-1)
-
-
-def keep_best(folder: Path, record: Record, source: Path | None = None) -> None:
-    """Copies the best checkpoint to the folder ``best``, unless it is there already.
-
-    Args:
-        folder: the run's folder of checkpoints
-        record: of the newest checkpoint, which knows the best step
-        source: the folder of checkpoints that a run was forked from, if that has the newest one
-    """
-    step = find_best_step(record.progress["best"])
-    best = folder / "best"
-    if step < 0:
-        return
-    source = source or folder
-    for place in (source, source / "best"):
-        if step in list_saved_steps(place) and step not in list_saved_steps(best):
-            with atomic_write(best) as temporary:
-                _copy(place, step, temporary)
-
-
-def _copy(folder: Path, step: int, target: Path) -> None:
-    """Copies a checkpoint; the copy shares its files where the file system supports that."""
-    (target / "engine").mkdir(parents=True)
-    for path in _list_files(folder, step):
-        copy = target / path.relative_to(folder)
-        try:
-            os.link(path, copy)
-        except OSError:
-            shutil.copy2(path, copy)

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.checkpoint.record import Record, keep_best, remove_orphans, write_record
+from ctl_core.checkpoint.record import Record, write_record
+from ctl_core.checkpoint.retention import keep_and_remove
 from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.compat import GraphCheckpoint, Node, hold_objects, saves_itself
 from ctl_core.model.copies import define_copy
@@ -155,8 +156,7 @@ class Writer:
         copies.engine_part.write(str(folder / "engine" / f"ckpt-{record.step}"))
         write_position()
         write_record(folder, record)
-        keep_best(folder, record)
-        remove_orphans(folder)
+        keep_and_remove(self._state, record)
         self.written.append((record.step, Path(saved)))
 
 
