@@ -48,7 +48,7 @@ class Schedule:
         self._periods_of_settings = {
             name: convert_to_steps(state, name, getattr(config, name)) for name in PERIODS
         }
-        self._periods_of_settings["log_every"] = 0
+        self._periods_of_settings["log_every"] = 0  # unless there is something to log
         if state.components.list_logged_metrics():
             self._periods_of_settings["log_every"] = config.log_every
         self._periods = {period for period, hook in self._every if not hook.deferred}
@@ -138,7 +138,7 @@ def convert_to_steps(state: State, setting: str, value: int | str) -> int:
     if state.data.steps_per_epoch is None:
         raise SetupError(
             f"{setting}: create_dataset or make_batches gives an endless dataset, which has no "
-            "epochs; say how many steps, or how many minutes."
+            "epochs; say how many steps."
         )
     return int(epochs[1]) * state.data.steps_per_epoch
 

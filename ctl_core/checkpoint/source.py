@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from ctl_core.checkpoint.record import list_saved_steps
+from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import relative_path
-from ctl_core.run.layers import read_file
 from ctl_core.run.settings import Config, Count
 
 CheckpointName = Count | Literal["best"] | None
@@ -101,7 +101,7 @@ def find_start(config: Config) -> Source | None:
     if config.run_name is not None:
         run = Path(config.runs_dir, config.run_name).absolute()
         if list_saved_steps(run / "ckpt"):
-            if config.fork not in (None, read_file(run / "config.yaml").values.get("fork")):
+            if config.fork is not None and config.fork != read_run_settings(run).values.get("fork"):
                 raise SetupError(
                     f"fork: {relative_path(run)} has checkpoints, and did not begin from "
                     f"{config.fork}; choose another run_name."

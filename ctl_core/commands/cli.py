@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
+from ctl_core.checkpoint.run_settings import CONFIG_FILE, has_settings, read_run_settings
 from ctl_core.checkpoint.source import CheckpointName, read_source
 from ctl_core.hooks.callbacks_file import DEFAULT
 from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
@@ -150,7 +151,12 @@ def parse_command(argv: Sequence[str]) -> Command:
     origin = _find_origin(is_training, [*files, *above])
     trained_with = DEFAULT
     if origin is not None:
-        saved = read_file(origin.run / "config.yaml")
+        saved = read_run_settings(origin.run)
+        if not (origin.run / CONFIG_FILE).exists():
+            notes.append(
+                f"{format_name(relative_path(origin.run))} has no {CONFIG_FILE}: its settings are "
+                "those of its newest checkpoint."
+            )
         trained_with = str(saved.values.get("callbacks", DEFAULT))
         inherited = saved.leave_out(_list_not_inherited(is_training, origin))
         if is_training and not named_files:
@@ -190,7 +196,7 @@ def _find_origin(is_training: bool, layers: Sequence[Layer]) -> Origin | None:
     if not is_training:
         return Origin(find_run(runs_dir, config.run_name))
     run = runs_dir / (config.run_name or "")
-    if (run / "config.yaml").is_file():
+    if config.run_name is not None and has_settings(run):
         return Origin(run)
     if config.fork:
         with contextlib.suppress(SetupError):  # training reports that there is no such run
@@ -234,7 +240,8 @@ def _describe_differences(
         return []
     # Each start saves the run's settings. Those that differed from the project's file even then
     # came from flags, so only a file that was edited later is worth a note.
-    if os.path.getmtime("config.yaml") <= os.path.getmtime(origin.run / "config.yaml"):
+    run_file = origin.run / CONFIG_FILE
+    if not run_file.exists() or os.path.getmtime("config.yaml") <= os.path.getmtime(run_file):
         return []
     names = make_line(", ".join(sorted(differing)), 100)
     return [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from pydantic import ConfigDict, TypeAdapter
 
 from ctl_core.cluster.sync import Cluster
 from ctl_core.hooks.hooks import Hooks
@@ -40,18 +41,27 @@ class Progress:
         hook_state: the dict that host hooks take as ``state``
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     examples: int = 0
     evaluated: int = -1
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, int | float] = dataclasses.field(default_factory=dict)
     ended: int | None = None
     noted: NonFinite = dataclasses.field(default_factory=NonFinite)
-    best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    best: dict[str, list[int | float]] = dataclasses.field(default_factory=dict)
     hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
-        """Returns the progress that a record has."""
-        return cls(**{**fields, "noted": NonFinite(**fields["noted"])})
+        """Returns the progress that a record has.
+
+        Raises:
+            ValueError: a field is unknown, or of another type.
+        """
+        return _PROGRESS.validate_json(json.dumps(fields), strict=True)
+
+
+_PROGRESS = TypeAdapter(Progress)
 
 
 def check_hook_state(values: dict[str, Any], where: str) -> None:

@@ -37,7 +37,8 @@ def is_stdout(path: Path) -> bool:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Replaces a file or folder by the one written in the context, or leaves it as it was.
 
-    If the body raises, nothing changes. A symbolic link is replaced, not followed.
+    If the body raises, nothing changes. A symbolic link is replaced, not followed. A file is
+    flushed to the disk before it takes its place, so a power cut does not leave an empty one.
 
     Args:
         path: of the file or folder
@@ -46,17 +47,31 @@ def atomic_write(path: Path) -> Iterator[Path]:
         A temporary path next to it, where the body writes a file or folder.
     """
     temporary = path.with_name(path.name + ".tmp")
-    _remove(temporary)
+    remove(temporary)
     try:
         yield temporary
         if temporary.is_dir():  # a rename cannot replace a folder that is not empty
-            _remove(path)
+            remove(path)
+        else:
+            flush_to_disk(temporary)
         os.replace(temporary, path)
+        flush_to_disk(path.parent)
     finally:
-        _remove(temporary)
+        remove(temporary)
 
 
-def _remove(path: Path) -> None:
+def flush_to_disk(*paths: Path) -> None:
+    """Flushes the content of files, and the names in folders."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link, or a folder with all that is in it; does nothing if it is gone."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

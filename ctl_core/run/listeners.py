@@ -1,4 +1,7 @@
-"""Listeners are told about each event of a run: metrics.jsonl, training_log.md, and your own.
+"""Listeners are told about each event of a run.
+
+They write metrics.jsonl, training_log.md and TensorBoard's files (evaluation/summaries.py), or are
+your own.
 
 The setting ``listener`` names a class, and ``train(..., listeners=[...])`` takes objects. Their
 methods are called in the process of the chief, in the thread that trains, between two calls of the

@@ -15,7 +15,7 @@ from ctl_core.evaluation.summaries import Summaries
 from ctl_core.hooks.callbacks_file import COPY
 from ctl_core.run.console import LOG, Console, activate
 from ctl_core.run.errors import CtlError, SetupError
-from ctl_core.run.files import choose_run_name, lock_file, relative_path
+from ctl_core.run.files import atomic_write, choose_run_name, lock_file, relative_path
 from ctl_core.run.layers import write_config
 from ctl_core.run.listeners import Listener, Listeners, MetricsFile, TrainingLog
 from ctl_core.run.settings import Config
@@ -123,10 +123,13 @@ class Run:
         """
         write_config(config, self.config_file)
         provenance = json.dumps(find_provenance(devices), indent=2)
-        (self.path / "env.json").write_text(f"{provenance}\n")
-        (self.path / "requirements.txt").write_text(list_packages())
+        files = {"env.json": f"{provenance}\n".encode()}
+        files["requirements.txt"] = list_packages().encode()
         if hooks_file is not None:
-            (self.path / COPY).write_bytes(hooks_file)
+            files[COPY] = hooks_file
+        for name, content in files.items():
+            with atomic_write(self.path / name) as temporary:
+                temporary.write_bytes(content)
         self._first_step = step
         self.listeners.start(self.path, dataclasses.asdict(config), step)
 
