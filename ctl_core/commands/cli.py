@@ -38,6 +38,7 @@ _OPTIONS: dict[str, Any] = {
     "config": (list[str] | None, declare(None, "settings file; repeat the flag for more")),
     "continue": (bool, declare(False, "resume a run that a hook has ended (StopTraining)")),
     "check": (bool, declare(False, "try everything once, in a temporary folder")),
+    "background": (bool, declare(False, "go on without the terminal, once a step was taken")),
     "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
     "checkpoint": (CheckpointName, declare(None, "a step, or best; null: the newest")),
     "watch": (bool, declare(False, "evaluate each new checkpoint of a run in training")),
@@ -66,7 +67,9 @@ class Flags(NamedTuple):
 
 COMMANDS = {
     "train": Flags(
-        "train, or resume a run", ("config", "continue", "check", "note"), tuple(SETTINGS)
+        "train, or resume a run",
+        ("config", "continue", "check", "background", "note"),
+        tuple(SETTINGS),
     ),
     "evaluate": Flags(
         "evaluate a run's checkpoint",

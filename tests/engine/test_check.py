@@ -240,8 +240,8 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
         at_end=lambda reason: ran.append(reason),
     )
     settings = {"virtual_devices": 2, "keep_best": "loss", "ckpt_every": "10min", "warmup": 50}
-    with (tmp_path / "runs/run/train.log").open("a") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
+    with (tmp_path / "runs/run/pid").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         assert check(counted_hooks, **settings).step == 2
     files = sorted(path for path in (tmp_path / "runs").rglob("*") if path.is_file())
     assert [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files] == before
