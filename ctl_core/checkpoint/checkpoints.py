@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from ctl_core.checkpoint.finite import FiniteWeights
 from ctl_core.checkpoint.position import UNREADABLE, InputPosition
 from ctl_core.checkpoint.record import Damaged, Record, find_user_part, list_files, read_record
 from ctl_core.checkpoint.retention import keep_and_remove, sweep
@@ -116,6 +117,7 @@ class Checkpoints:
         self._divergence = Divergence(
             state, [variable for variable in variables.values() if id(variable) not in differing]
         )
+        self._finite_weights = FiniteWeights(state)
         self._vocabularies = Vocabularies(state)
         self._position = InputPosition(state, console)
         self._writer = Writer(state, self._engine_part)
@@ -187,8 +189,38 @@ class Checkpoints:
         self.wait()
         with self.statistics.hold_averages():
             self._divergence.check(step)
-            self._save(step)
-        self.saved_step = step
+            if self._accepts_weights(step):
+                self._save(step)
+                self.saved_step = step
+
+    def _accepts_weights(self, step: int) -> bool:
+        """Returns whether a checkpoint is written although weights may not be finite.
+
+        With ``on_nan: warn``, the first such checkpoint is written, in addition to those that the
+        manager keeps: further ones would soon have replaced all that can be used.
+
+        Raises:
+            RunError: ``on_nan`` is stop, and a weight is not finite.
+        """
+        state = self._state
+        if state.config.on_nan == "ignore":
+            return True
+        was_finite = state.has_finite_weights
+        name = self._finite_weights.find_nonfinite()
+        state.has_finite_weights = name is None
+        if name is None:
+            return True
+        if state.config.on_nan == "stop":
+            raise RunError(
+                f"after step {step}, {name} is not finite (on_nan: stop); no checkpoint of this "
+                "step is written."
+            )
+        if was_finite:
+            self._console.warn(
+                f"after step {step}, {name} is not finite. Until all weights are finite again, "
+                "this checkpoint is the last one; --detect-anomaly finds where the NaN comes from."
+            )
+        return was_finite
 
     def _warn_of_loss_scale(self) -> None:
         loss_scale = self._state.components.loss_scale

@@ -149,7 +149,8 @@ class Writer:
     ) -> None:
         manager = self._state.manager
         folder = Path(manager.directory)
-        with hold_objects(manager, copies.user_part):
+        keep_all = not self._state.has_finite_weights
+        with hold_objects(manager, copies.user_part, keep_all):
             saved = manager.save(checkpoint_number=record.step)
         if saved is None:
             raise RunError("create_ckpt's manager did not save; leave out its step_counter.")

@@ -51,9 +51,18 @@ def read_max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
     return getattr(manager, "_max_to_keep", None)
 
 
-def hold_objects(manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint) -> Scope:
-    """Temporarily makes a manager save another checkpoint than its own."""
-    return set_attributes(manager, _checkpoint=checkpoint)
+def hold_objects(
+    manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint, keep_all: bool = False
+) -> Scope:
+    """Temporarily makes a manager save another checkpoint than its own.
+
+    Args:
+        manager: the manager
+        checkpoint: what it saves
+        keep_all: whether it deletes no older checkpoint meanwhile
+    """
+    max_to_keep = None if keep_all else read_max_to_keep(manager)
+    return set_attributes(manager, _checkpoint=checkpoint, _max_to_keep=max_to_keep)
 
 
 class GraphCheckpoint(tf.train.Checkpoint):

@@ -129,6 +129,8 @@ class State:
         computed_in: the dtypes lower than float32 in which layers compute
         progress: how far the run has come
         stopped_by: the number of the signal that ended training early, or None
+        has_finite_weights: whether the weights were finite when they were last looked at, which is
+            done before each checkpoint
         clock: measures the time of training
     """
 
@@ -146,6 +148,7 @@ class State:
     computed_in: list[str]
     progress: Progress = dataclasses.field(default_factory=Progress)
     stopped_by: int | None = None
+    has_finite_weights: bool = True
     clock: Clock = dataclasses.field(default_factory=Clock)
 
     def __repr__(self) -> str:
@@ -210,5 +213,10 @@ class State:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss of the last step was not finite, unless ``on_nan`` is ignore."""
+        """Whether the weights, or the loss of the last step, are not finite.
+
+        With ``on_nan`` ignore it is False.
+        """
+        if not self.has_finite_weights:
+            return True
         return self.step > 0 and self.progress.noted.latest == self.step
