@@ -155,7 +155,13 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
     # TensorFlow's C++ messages are about the machine, not the run. When a cluster loses a process
     # there are many of them, and the engine reports the loss in one line.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if config.debug else "3")
-    hooks_file = find_callbacks(config.callbacks, command.run, command.trained_with, is_training)
+    hooks_file = find_callbacks(
+        config.callbacks,
+        command.run,
+        command.trained_with,
+        is_training,
+        is_named=command.names_callbacks,
+    )
     if not is_supervised:  # the supervisor has printed the notes
         _print_notes(command, task, hooks_file)
     check_compiles(hooks_file)

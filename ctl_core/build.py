@@ -21,6 +21,7 @@ from ctl_core.checkpoint.initial_weights import (
     list_weights,
     load_initial_weights,
 )
+from ctl_core.checkpoint.retention import prepare_list
 from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
@@ -281,10 +282,7 @@ class _Builder:
         self, components: Components, rate: LearningRate
     ) -> tuple[tf.train.Checkpoint, tf.train.CheckpointManager]:
         """Calls ``create_ckpt``; returns its checkpoint and its manager."""
-        try:
-            tf.train.get_checkpoint_state(str(self.run.ckpt))
-        except ValueError:  # after a power cut, the list may be empty, and then no manager starts
-            (self.run.ckpt / "checkpoint").unlink(missing_ok=True)
+        prepare_list(self.run.ckpt)
         return self._create(
             "create_ckpt",
             ckpt_path=str(self.run.ckpt),

@@ -393,7 +393,9 @@ def load(
         if callbacks is None:
             name = config.callbacks
             project = _find_project(folder, config.runs_dir)
-            hooks_file = find_callbacks(name, folder, name, training=False, project=project)
+            hooks_file = find_callbacks(
+                name, folder, name, training=False, project=project, is_named=False
+            )
             if hooks_file.note:
                 create_console().say(hooks_file.note)
             callbacks = load_callbacks(hooks_file, project)

@@ -11,6 +11,8 @@ import re
 import shutil
 from pathlib import Path
 
+import tensorflow as tf
+
 from ctl_core.checkpoint.record import (
     Record,
     is_whole,
@@ -20,7 +22,8 @@ from ctl_core.checkpoint.record import (
     list_saved_steps,
 )
 from ctl_core.model.state import State
-from ctl_core.run.files import atomic_write, remove
+from ctl_core.run.errors import SetupError, format_name
+from ctl_core.run.files import atomic_write, relative_path, remove
 
 # The temporary names of TensorFlow and of ``atomic_write`` in a folder of checkpoints.
 _TEMPORARY = re.compile(
@@ -77,6 +80,34 @@ def sweep(folder: Path) -> None:
     for step in list_saved_steps(best):
         if not is_whole(best, step) and is_whole(folder, step):
             remove(best)
+
+
+def prepare_list(folder: Path) -> None:
+    """Prepares the file ``checkpoint``, the list that a manager reads and deletes by.
+
+    No manager starts with an empty file, which a power cut may leave; it is removed.
+
+    Args:
+        folder: the run's folder of checkpoints, before ``create_ckpt`` makes a manager for it
+
+    Raises:
+        SetupError: the list, which somebody else may have written, has a path outside of the
+            folder.
+    """
+    try:
+        state = tf.train.get_checkpoint_state(str(folder))
+    except ValueError:
+        (folder / "checkpoint").unlink(missing_ok=True)
+        return
+    if state is None:
+        return
+    for path in state.all_model_checkpoint_paths:
+        if Path(os.path.abspath(path)).parent != folder:
+            raise SetupError(
+                f"{relative_path(folder / 'checkpoint')}: lists {format_name(path)}, which is "
+                "outside of the folder and would be deleted as an old checkpoint; remove the file, "
+                "which no resumed run needs."
+            )
 
 
 def find_best_step(best: dict[str, list[float]]) -> int:

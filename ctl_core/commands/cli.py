@@ -86,8 +86,13 @@ COMMANDS = {
     ),
     "hooks": Flags("print the table of hooks, or all about one hook", ("hook",), ()),
 }
-# The settings that a fork does not inherit.
-_NOT_FORKED = frozenset({"workers", "run_name", "runs_dir", "fork", "init_from", "init_skip"})
+# The settings by which the code of a run is found.
+_CODE = ("callbacks", "listener")
+# The settings that a fork does not inherit. The other run may be somebody else's, whose code is run
+# only if the project or a flag names it.
+_NOT_FORKED = frozenset(
+    {"workers", "run_name", "runs_dir", "fork", "init_from", "init_skip", *_CODE}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +106,8 @@ class Command:
         notes: lines that tell the user which settings were ignored
         run: the folder of the run, if it exists already
         trained_with: the setting ``callbacks`` in that run's saved config.yaml
+        names_callbacks: whether the project, a variable or a flag names the file with the hooks,
+            and not only that config.yaml
     """
 
     name: str
@@ -109,6 +116,7 @@ class Command:
     notes: Sequence[str] = ()
     run: Path | None = None
     trained_with: str = DEFAULT
+    names_callbacks: bool = True
 
 
 class Origin(NamedTuple):
@@ -151,15 +159,14 @@ def parse_command(argv: Sequence[str]) -> Command:
     files = [
         read_file(Path(path), required=bool(named_files)) for path in named_files or ["config.yaml"]
     ]
+    names_callbacks = any("callbacks" in layer.values for layer in above)
+    if named_files:
+        names_callbacks |= any("callbacks" in layer.values for layer in files)
     origin = _find_origin(is_training, [*files, *above])
     trained_with = DEFAULT
     if origin is not None:
         saved = read_run_settings(origin.run)
-        if not (origin.run / CONFIG_FILE).exists():
-            notes.append(
-                f"{format_name(relative_path(origin.run))} has no {CONFIG_FILE}: its settings are "
-                "those of its newest checkpoint."
-            )
+        notes += _describe_saved(origin, saved, [*files, *above])
         trained_with = str(saved.values.get("callbacks", DEFAULT))
         inherited = saved.leave_out(_list_not_inherited(is_training, origin))
         if is_training and not named_files:
@@ -174,7 +181,7 @@ def parse_command(argv: Sequence[str]) -> Command:
     config = dataclasses.replace(config, callbacks=relative_path(config.callbacks))
     if command == "predict":
         config = dataclasses.replace(config, limit_eval=None)
-    return Command(command, config, options, notes, run, trained_with)
+    return Command(command, config, options, notes, run, trained_with, names_callbacks)
 
 
 def _list_files_of_variable() -> list[str]:
@@ -251,6 +258,33 @@ def _describe_differences(
         f"{format_name(relative_path(origin.run))} keeps its own settings; config.yaml differs in "
         f"{names}: to use it, add --config config.yaml."
     ]
+
+
+def _describe_saved(origin: Origin, saved: Layer, others: Sequence[Layer]) -> list[str]:
+    """Returns notes on where the settings of a run come from, and which a fork leaves out.
+
+    Args:
+        origin: the run
+        saved: its settings
+        others: the project's settings files, variables and flags
+    """
+    notes = []
+    if not (origin.run / CONFIG_FILE).exists():
+        notes.append(
+            f"{format_name(relative_path(origin.run))} has no {CONFIG_FILE}: its settings are "
+            "those of its newest checkpoint."
+        )
+    if not origin.is_forked:
+        return notes
+    named = {name for layer in others for name in layer.values}
+    for name in _CODE:
+        value = saved.values.get(name)
+        if value not in (None, DEFAULT) and name not in named:
+            notes.append(
+                f"fork: that run had --{name} {format_name(value)}, which this one does not use "
+                "unless you name it, too."
+            )
+    return notes
 
 
 def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[str, Any]]:

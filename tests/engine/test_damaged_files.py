@@ -29,7 +29,7 @@ from ctl_core.run.settings import Config
 SETTINGS = Config(steps=8, batch_size=8, seed=7, hparams={"width": 64, "optimizer": {"decay": 0.1}})
 
 
-def write_checkpoint(folder: Path, step: int, best: int = -1) -> Record:
+def write_checkpoint(folder: Path, step: int, best: int = -1, config: Config = SETTINGS) -> Record:
     """Writes files such as those of a checkpoint; returns its record."""
     (folder / "engine").mkdir(parents=True, exist_ok=True)
     (folder / "checkpoint").write_text("")
@@ -50,7 +50,7 @@ def write_checkpoint(folder: Path, step: int, best: int = -1) -> Record:
         created=["create_model/w"],
         progress=dataclasses.asdict(progress),
         learnt={"model/0/StringLookup": {"vocabulary": ["[UNK]", "a"], "idf_weights": [0.5, 1.0]}},
-        settings=format_config(SETTINGS),
+        settings=format_config(config),
     )
     write_record(folder, record)
     return record
