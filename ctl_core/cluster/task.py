@@ -124,7 +124,7 @@ def describe_exposure(task: Task) -> str:
     and thereby run programs, with the rights of the process.
     """
     if task.shares_gpus:
-        return "cluster: its ports have no password; use it in a trusted network (SECURITY.md)."
+        return "cluster: its ports have no password; train in trusted networks only (SECURITY.md)."
     return (
         "cluster: the ports of its processes have no password and no encryption; allow only these "
         "machines to reach them (SECURITY.md)."
