@@ -120,7 +120,7 @@ class Schedule:
 
 
 def convert_to_steps(state: State, setting: str, value: int | str) -> int:
-    """Returns a period in steps; 0 if it is a time.
+    """Returns a period in steps; 0 for never, and for a time.
 
     Args:
         state: of the run, which knows the number of steps in an epoch
