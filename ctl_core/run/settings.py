@@ -62,7 +62,7 @@ _Precision = Literal["float32", "bfloat16", "float16"]
 _Schedule = Literal["constant", "cosine", "linear", "step", "exponential"]
 _Strategy = Literal["auto", "one_device", "mirrored", "multi_worker"]
 
-# The settings that are a period: a number of steps (0: never) or of epochs, and ``ckpt_every`` also a
+# The settings that are a period: a number of steps (0: never) or of epochs, ``ckpt_every`` also a
 # time. The graph is left after each period. A run that is only evaluated has none.
 PERIODS = ("ckpt_every", "eval_every")
 
