@@ -5,7 +5,7 @@ Every replica would draw the same numbers (Keras pull request 20612).
 """
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import tensorflow as tf
 from ctl_core.cluster.task import Task
 from ctl_core.compat import draw_from, get_seed_generator, keep_op_seed
 from ctl_core.numerics.variables import unwrap
+from ctl_core.types import Count
 
 # The difference between the seeds of neighboring replicas: a number by which seeds rarely differ.
 _STRIDE = 1_000_003
@@ -40,6 +41,45 @@ def fold_in_replica_id(
         first_replica = task.index * len(components)
         for replica, component in enumerate(components, start=first_replica):
             component.assign(first_state + tf.constant([replica * _STRIDE, 0], component.dtype))
+
+
+def derive_generator_states(
+    initial_states: Sequence[np.ndarray], purpose: int, step: Count, turn: Count, index: Count
+) -> list[tf.Tensor]:
+    """Returns the states of random generators for a logical replica.
+
+    They are a function of the arguments alone, so they do not depend on the number of devices.
+    Generators with equal initial states get equal states, as generators with equal seeds do.
+
+    Args:
+        initial_states: the state of each generator when the run began, an integer vector
+        purpose: 0 for training, 1 for an evaluation
+        step: the number of the step, or of the step that is evaluated
+        turn: the index of the turn, or the number of the batch in an evaluation
+        index: the index of the logical replica, or a negative number for what all devices do alike
+
+    Returns:
+        For each generator an int64 vector of the length of its state.
+    """
+    key = tf.constant([_STRIDE, purpose], tf.int64)
+    for number in (step, turn, index):
+        key = _mix(tf.bitwise.bitwise_xor(key, tf.cast(number, tf.int64)), 2)
+    states = []
+    for initial in initial_states:
+        seed = tf.constant(np.resize(initial, 2).astype("int64"))
+        # A longer state counts whole: each further pair of numbers is mixed in.
+        for first in range(2, len(initial), 2):
+            pair = np.resize(initial[first:], 2).astype("int64")
+            seed = tf.bitwise.bitwise_xor(_mix(seed, 2), tf.constant(pair))
+        states.append(_mix(tf.bitwise.bitwise_xor(key, seed), len(initial)))
+    return states
+
+
+def _mix(seed: tf.Tensor, size: int) -> tf.Tensor:
+    """Returns ``size`` random numbers, int64, for a seed; the same ones on CPUs and GPUs."""
+    return tf.random.stateless_uniform(
+        [size], seed, minval=None, maxval=None, dtype=tf.int64, alg="philox"
+    )
 
 
 def find_drawing_layers(layers: list[keras.Layer], drawn: Collection[int]) -> list[str]:

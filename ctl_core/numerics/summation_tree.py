@@ -1,0 +1,124 @@
+"""The fixed binary tree along which the values of logical replicas are added up.
+
+Floating-point addition is not associative, so a sum has the same bits on any number of devices only
+if its additions are always grouped in the same way. Here they follow one binary tree over the n
+leaves, which are the logical replicas: the left subtree has the largest power of two below n. Each
+device computes a contiguous range of leaves and adds up the subtrees that lie inside its range.
+The roots of these are then added up along the rest of the tree.
+
+A subtree whose size is a power of two is called a block. Blocks are aligned: the first leaf is a
+multiple of the size. All other subtrees end with the last leaf.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Subtree(NamedTuple):
+    """A subtree by its leaves.
+
+    Attributes:
+        start: the index of the first leaf
+        size: the number of leaves
+    """
+
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """The index after the last leaf."""
+        return self.start + self.size
+
+    def split(self) -> tuple[Subtree, Subtree]:
+        """Returns the left and the right child of a subtree of at least two leaves."""
+        left_size = 1 << ((self.size - 1).bit_length() - 1)
+        return (
+            Subtree(self.start, left_size),
+            Subtree(self.start + left_size, self.size - left_size),
+        )
+
+
+def split_leaves(leaves: int, devices: int) -> list[range]:
+    """Returns a contiguous range of leaves for each device; sizes differ by at most one.
+
+    Args:
+        leaves: the number of leaves, at least as many as there are devices
+        devices: the number of devices
+    """
+    bounds = [leaves * device // devices for device in range(devices + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+def list_roots(leaves: int, device_leaves: range) -> list[Subtree]:
+    """Returns the largest subtrees that lie inside a range of leaves, from left to right.
+
+    Args:
+        leaves: the number of leaves of the whole tree
+        device_leaves: the range
+    """
+    return list(_walk_roots(Subtree(0, leaves), device_leaves))
+
+
+def _walk_roots(subtree: Subtree, device_leaves: range) -> Iterator[Subtree]:
+    start, end = device_leaves.start, device_leaves.stop
+    if end <= subtree.start or subtree.end <= start:
+        return
+    if start <= subtree.start and subtree.end <= end:
+        yield subtree
+        return
+    for child in subtree.split():
+        yield from _walk_roots(child, device_leaves)
+
+
+def list_blocks(device_leaves: range) -> list[Subtree]:
+    """Returns the largest blocks that lie inside a range of leaves, from left to right."""
+    blocks = []
+    start = device_leaves.start
+    while start < device_leaves.stop:
+        size = 1 << ((device_leaves.stop - start).bit_length() - 1)
+        if start > 0:
+            size = min(size, start & -start)  # the largest power of two that divides the start
+        blocks.append(Subtree(start, size))
+        start += size
+    return blocks
+
+
+def count_levels(leaves: int) -> int:
+    """Returns the number of sizes that a block of a tree can have."""
+    return leaves.bit_length()
+
+
+def find_entry(leaves: int, block: Subtree) -> int:
+    """Returns where a device holds a block until it can be added to its sibling.
+
+    A left child waits for its sibling at the entry of its level. A right child waits only if its
+    sibling belongs to another device; its entry is behind those of left children. A device never
+    holds two blocks at one entry.
+
+    Args:
+        leaves: the number of leaves of the whole tree
+        block: the block
+    """
+    level = block.size.bit_length() - 1
+    is_right = (block.start >> level) & 1
+    return level + is_right * count_levels(leaves)
+
+
+def add_up(root: Subtree, known: Mapping[Subtree, T], add: Callable[[T, T], T]) -> T:
+    """Adds up a subtree.
+
+    Args:
+        root: the subtree
+        known: the sums of subtrees that cover it
+        add: adds two values
+    """
+    if root in known:
+        return known[root]
+    left, right = root.split()
+    return add(add_up(left, known, add), add_up(right, known, add))
