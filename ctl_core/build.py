@@ -53,6 +53,12 @@ from ctl_core.model.forward import (
     forward_backward,
     run_model,
 )
+from ctl_core.model.logical_limits import (
+    refuse_components,
+    refuse_data,
+    refuse_hooks,
+    refuse_layers,
+)
 from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
 from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.model.state import State
@@ -134,7 +140,7 @@ def prepare_process(config: Config) -> Iterator[None]:
         if config.precision != "float32":
             keras.config.set_dtype_policy(f"mixed_{config.precision}")
         compat.keep_large_sums_whole()
-        if config.deterministic:
+        if config.deterministic or config.logical_replicas is not None:
             tf.config.experimental.enable_op_determinism()
         with compat.separate_losses(), compat.convert_variables():
             yield
@@ -191,7 +197,9 @@ class _Builder:
     strategy: tf.distribute.Strategy
     cluster: Cluster
     console: Console
-    recording: Recording = dataclasses.field(default_factory=Recording)
+
+    def __post_init__(self) -> None:
+        self.recording: Recording = Recording(unifies=self.config.logical_replicas is not None)
 
     def build(self) -> State:
         """Returns the state of a run that has not started."""
@@ -199,6 +207,9 @@ class _Builder:
         recording = self.recording
         data = self._create_input()
         shape = data.shape
+        if config.logical_replicas is not None:
+            refuse_hooks(self.hooks)
+            refuse_data(self.hooks, shape.by_rows, data.reader is not None)
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
@@ -256,6 +267,8 @@ class _Builder:
                 assign_rate=assign_rate,
                 update_average=average.update if average else None,
             )
+            if config.logical_replicas is not None:
+                refuse_components(self.hooks, optimizer, traced.logged, precisions)
             self._trace_update(components)
             with recording.record_as("create_metrics"):
                 evaluation = create_evaluation(components, config, recording)
@@ -265,6 +278,8 @@ class _Builder:
             self._finish_initial_weights(forward.train_model, loaded)
         _ = ckpt.save_counter  # TensorFlow creates it when it is first asked for: not on replicas
         recording.fix()
+        if config.logical_replicas is not None:
+            components.generators.variables += [*recording.generators, *recording.tf_generators]
         compiles_steps = choose_compilation(components, data) is Compilation.STEP
         data.begin(count_batches(data.dataset) if compiles_steps else 0)
         return State(
@@ -286,7 +301,19 @@ class _Builder:
         """Creates the training data."""
         config = self.config
         replicas = self.strategy.num_replicas_in_sync
-        shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
+        if config.logical_replicas is not None and self.run.task.processes > 1:
+            raise SetupError("logical_replicas: trains in one process; leave it out in a cluster.")
+        if config.logical_replicas is not None and replicas > config.logical_replicas:
+            raise SetupError(
+                f"logical_replicas: {config.logical_replicas} cannot be shared out over {replicas} "
+                "devices; take at most as many devices."
+            )
+        shape = BatchShape(
+            config.batch_size,
+            replicas,
+            config.accumulate_steps,
+            logical_replicas=config.logical_replicas,
+        )
         with self.recording.record_as("create_dataset"):
             self.data = Input(self.hooks, config, self.strategy, shape)
         refuse_shared_caches(self.hooks.create_dataset, self.data.dataset, self.cluster)
@@ -407,6 +434,8 @@ class _Builder:
             weights = trainable_variables(forward.train_model)
         operations = list(compat.add_called_ops(graph.get_operations()))
         refuse_scaled_losses(self.hooks, operations)
+        if self.config.logical_replicas is not None:
+            refuse_layers(self.hooks, recording.layers)
         if self.config.accumulate_steps > 1:
             refuse_exchanges(self.hooks, operations)
         variables = self._collect_variables(objectives, weights)
@@ -498,7 +527,10 @@ class _Builder:
         for variable in recording.find_written(graph, self.strategy):
             if id(variable) in ignored:
                 continue
-            is_shared = id(variable) not in max_stretch and not is_summed(variable)
+            is_sum = is_summed(variable)
+            if self.config.logical_replicas is not None:
+                is_sum = id(variable) in recording.summed
+            is_shared = id(variable) not in max_stretch and not is_sum
             has_replicas = self.strategy.num_replicas_in_sync > 1
             if is_shared and has_replicas and variable.dtype == tf.string:
                 raise self.hooks.create_model.reject(

@@ -16,10 +16,11 @@ import tensorflow as tf
 
 from ctl_core import compat
 from ctl_core.cluster.collectives import place_rows, replica_id
-from ctl_core.cluster.replica_contexts import forbid_exchanges, weigh_by_rows
+from ctl_core.cluster.replica_contexts import enter_logical_replica, forbid_exchanges, weigh_by_rows
 from ctl_core.input.batches import Share
 from ctl_core.model.components import SINGLE_OBJECTIVE, Compilation, StepContext
 from ctl_core.model.forward import call_made, forward_backward, read_written, settle_written
+from ctl_core.model.logical_replicas import BETWEEN_STEPS, UPDATE, LogicalReplicas, set_generators
 from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import FiniteFlags, are_finite, are_losses_finite, are_numbers
 from ctl_core.numerics.reduction import PIECES, Contribution
@@ -158,17 +159,22 @@ def update_once(
     kept = frozenset(PIECES) & {*fetches, *update_pre.arguments}
     needs_loss = "loss" in fetches or "loss" in update_pre.arguments
 
-    contribution, variables = compute_contribution(context, replicas, global_batch, kept)
-    summed = replicas.run(partial(reduce_over_replicas, context, needs_loss), contribution)
-    updates = replicas.run(
-        lambda contribution, summed: call_update_pre(
-            context, global_batch.examples, variables, contribution, summed
-        ),
-        contribution,
-        summed,
-    )
+    if context.components.shape.logical_replicas is None:
+        contribution, variables = compute_contribution(context, replicas, global_batch, kept)
+        summed = replicas.run(partial(reduce_over_replicas, context, needs_loss), contribution)
+        call = partial(call_update_pre, context, global_batch.examples, variables)
+    else:
+        computation = LogicalReplicas(context, replicas.run)
+        assert isinstance(global_batch.examples, int)
+        contribution, summed, variables = computation.compute(
+            global_batch.deal(0), global_batch.examples, kept
+        )
+        call = partial(_call_update_pre_alike, context, global_batch.examples, variables)
+    updates = replicas.run(call, contribution, summed)
     flags = replicas.run(partial(note_flags, context), contribution, summed)
     apply_updates(context, replicas, variables, summed, updates)
+    if context.components.shape.logical_replicas is not None:
+        replicas.run(partial(set_generators, context, BETWEEN_STEPS))
     return StepResult(
         loss=summed.loss,
         gradients=summed.gradients,
@@ -179,6 +185,19 @@ def update_once(
         batch=contribution.batch,
         flags=[flags],
     )
+
+
+def _call_update_pre_alike(
+    context: StepContext,
+    examples: Count,
+    variables: VariablesByObjective,
+    contribution: Contribution,
+    summed: Contribution,
+) -> Updates:
+    """Calls ``update_pre`` as logical replica 0 on each device, with the same random numbers."""
+    with enter_logical_replica(0, context.components.shape.shares):
+        set_generators(context, UPDATE)
+        return call_update_pre(context, examples, variables, contribution, summed)
 
 
 class Replicas:

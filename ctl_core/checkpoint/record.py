@@ -37,6 +37,9 @@ class Record:
         progress: the fields of ``state.Progress``
         reader: the position of a reader in Python, as text
         learnt: the values that preprocessing layers have learned, see vocabularies.py
+        logical_replicas: the setting
+        intra_op_threads: the threads of an op, if the run fixes their number
+        generators: the initial states of random generators, if there are logical replicas
         format: the ``FORMAT`` of the engine that wrote the record
         engine: the version of that engine
     """
@@ -51,6 +54,9 @@ class Record:
     progress: dict[str, Any]
     reader: str = ""
     learnt: dict[str, Any] = dataclasses.field(default_factory=dict)
+    logical_replicas: int | None = None
+    intra_op_threads: int | None = None
+    generators: list[list[int]] = dataclasses.field(default_factory=list)
     format: int = FORMAT
     engine: str = __version__
 

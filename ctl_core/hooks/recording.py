@@ -58,7 +58,15 @@ def record_nothing() -> Iterator[None]:
 class Recording:
     """The variables, layers and random generators that were created, in order of creation."""
 
-    def __init__(self) -> None:
+    def __init__(self, unifies: bool = False) -> None:
+        """Prepares a recording.
+
+        Args:
+            unifies: whether every variable is created with one value for all replicas, even if it
+                adds up over them, and is written without an exchange: see ``summed``
+        """
+        self.summed: set[int] = set()
+        self._unifies = unifies
         self._variables: list[tuple[str, weakref.ref[Any]]] = []
         self._layers: list[weakref.ref[Any]] = []
         self._known: set[int] = set()
@@ -113,7 +121,16 @@ class Recording:
     @contextlib.contextmanager
     def _listen(self) -> Iterator[None]:
         def create(make: Callable[..., tf.Variable], **values: Any) -> tf.Variable:
+            adds_up = (
+                values.get("synchronization") == tf.VariableSynchronization.ON_READ
+                or values.get("aggregation") == tf.VariableAggregation.SUM
+            )
+            if self._unifies:
+                values["synchronization"] = tf.VariableSynchronization.AUTO
+                values["aggregation"] = tf.VariableAggregation.NONE
             variable = make(**values)
+            if adds_up:
+                self.summed.add(id(variable))
             self.add(variable)
             return variable
 
