@@ -37,14 +37,7 @@ from ctl_core.numerics.summation_tree import (
 )
 from ctl_core.numerics.variables import name_variable
 from ctl_core.run.errors import SetupError
-from ctl_core.types import (
-    Batch,
-    GradientsByObjective,
-    PerReplica,
-    Structure,
-    Variable,
-    VariablesByObjective,
-)
+from ctl_core.types import Batch, GradientsByObjective, PerReplica, Structure, VariablesByObjective
 
 # The purpose of random numbers, see ``derive_generator_states``; and what is no logical replica.
 TRAINING = 0
@@ -341,7 +334,8 @@ class LogicalReplicas:
                     entry.variable.assign(value)
                 share = take_leaf(batch, examples, index, leaves, first_row)
                 contribution, variables = forward_backward(self._context, examples, kept, share)
-                refuse_sparse(contribution.gradients, variables)
+                gradients = check_gradients(contribution.gradients, variables)
+                contribution = contribution._replace(gradients=gradients)
                 self._variables = variables
                 return self._collect(contribution, share, before, examples)
 
@@ -431,20 +425,26 @@ def take_leaf(batch: Batch, examples: int, index: tf.Tensor, leaves: int, first_
     return Share(taken, rows, None, tf.constant(examples))
 
 
-def refuse_sparse(gradients: GradientsByObjective, variables: VariablesByObjective) -> None:
-    """Refuses sparse gradients, whose rows have no fixed number.
+def check_gradients(
+    gradients: GradientsByObjective, variables: VariablesByObjective
+) -> GradientsByObjective:
+    """Returns dense gradients with the static shapes of their variables.
 
     Raises:
-        SetupError: a gradient is sparse; the message names the variable.
+        SetupError: a gradient is sparse, so its rows have no fixed number; the message names the
+            variable.
     """
+    checked: GradientsByObjective = {}
     for name, objective_gradients in gradients.items():
-        pairs: zip[tuple[Any, Variable]] = zip(objective_gradients, variables[name], strict=True)
-        for gradient, variable in pairs:
+        checked[name] = []
+        for gradient, variable in zip(objective_gradients, variables[name], strict=True):
             if isinstance(gradient, tf.IndexedSlices):
                 raise SetupError(
                     f"logical_replicas: the gradient of {name_variable(variable)} is sparse, which "
                     "is not supported yet; leave out logical_replicas."
                 )
+            checked[name].append(tf.ensure_shape(gradient, variable.shape))
+    return checked
 
 
 def digest_bits(value: tf.Tensor) -> tf.Tensor:
