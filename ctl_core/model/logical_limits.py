@@ -27,8 +27,6 @@ def refuse_hooks(hooks: Hooks) -> None:
         raise hooks.batch_weight.reject(f"{_CURE}, which does not support this hook yet.")
     if not hooks.create_train_metrics.is_default:
         raise hooks.create_train_metrics.reject(f"{_CURE}, which does not support this hook yet.")
-    if hooks.create_eval_dataset is not None:
-        raise hooks.create_eval_dataset.reject(f"{_CURE}, which does not support this hook yet.")
     pieces = [name for name in PIECES if name in hooks.update_pre.arguments]
     if pieces:
         raise hooks.update_pre.reject(

@@ -37,10 +37,18 @@ from ctl_core.numerics.summation_tree import (
 )
 from ctl_core.numerics.variables import name_variable
 from ctl_core.run.errors import SetupError
-from ctl_core.types import Batch, GradientsByObjective, PerReplica, Structure, VariablesByObjective
+from ctl_core.types import (
+    Batch,
+    Count,
+    GradientsByObjective,
+    PerReplica,
+    Structure,
+    VariablesByObjective,
+)
 
 # The purpose of random numbers, see ``derive_generator_states``; and what is no logical replica.
 TRAINING = 0
+EVALUATION = 1
 UPDATE = -1
 BETWEEN_STEPS = -2
 
@@ -395,13 +403,18 @@ class LogicalReplicas:
 
 def set_generators(context: StepContext, index: int | tf.Tensor) -> None:
     """Sets all random generators for a logical replica, or for what all devices do alike."""
-    components = context.components
+    assert context.step is not None
+    assign_generators(context.components, TRAINING, context.step, context.turn or 0, index)
+
+
+def assign_generators(
+    components: Components, purpose: int, step: Count, turn: Count, index: Count
+) -> None:
+    """Assigns the states of all random generators, see ``derive_generator_states``."""
     generators = components.generators
     if not generators.variables:
         return
-    assert context.step is not None
-    turn = context.turn or 0
-    states = derive_generator_states(generators.initial_states, TRAINING, context.step, turn, index)
+    states = derive_generator_states(generators.initial_states, purpose, step, turn, index)
     for variable, state in zip(generators.variables, states, strict=True):
         variable.assign(tf.cast(state, variable.dtype))
 

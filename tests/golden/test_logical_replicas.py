@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import ctl_core
 from tests.golden import compare, engine, small
 
 LOGICAL_REPLICAS = 6
@@ -63,19 +64,38 @@ def make_hooks(model: str) -> SimpleNamespace:
         create_model=MODELS[model],
         create_loss=lambda: small.crossentropy,
         create_opt=keras.optimizers.Adam,
+        # The last batch has 3 rows, fewer than there are logical replicas.
+        create_eval_dataset=small.slices(tuple(array[:35] for array in images())),
+        create_metrics=lambda: {
+            "accuracy": keras.metrics.SparseCategoricalAccuracy(),
+            "mean": keras.metrics.Mean(),
+        },
+        metric_pre=lambda output, batch: {"accuracy": (batch[1], output), "mean": output},
     )
     del hooks.update_pre
     return hooks
 
 
-def train(model: str, runs: Path, name: str, **settings: Any) -> Path:
-    """Trains a run; returns its folder."""
-    state = engine.train(
+def train(model: str, runs: Path, name: str, **settings: Any) -> ctl_core.State:
+    """Trains a run."""
+    return engine.train(
         make_hooks(model),
         runs,
-        **{"run_name": name, "steps": STEPS, "ckpt_every": 3, "seed": 7, **settings},
+        **{
+            "run_name": name,
+            "steps": STEPS,
+            "ckpt_every": 3,
+            "eval_every": 3,
+            "seed": 7,
+            **settings,
+        },
     )
-    return state.run_dir
+
+
+def list_evaluations(state: ctl_core.State) -> list[tuple[Any, ...]]:
+    names = ("step", "loss", "accuracy", "mean")
+    lines = [line for line in state.history if line["split"] == "eval"]
+    return [tuple(line[name] for name in names) for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -92,15 +112,38 @@ def test_any_number_of_devices_ends_with_the_same_bits(
     """Weights, moving statistics, the optimizer and random generators; resumed on one device."""
     expected = train(model, tmp_path, "one", logical_replicas=LOGICAL_REPLICAS)
     train(
-        model, tmp_path, "many", logical_replicas=LOGICAL_REPLICAS, virtual_devices=devices, steps=4
+        model, tmp_path, "many", logical_replicas=LOGICAL_REPLICAS, virtual_devices=devices, steps=6
     )
     resumed = train(model, tmp_path, "many", virtual_devices=devices - 1)
+    assert list_evaluations(resumed) == list_evaluations(expected)
     for subfolder in ("", "engine"):
-        saved = compare.read_checkpoint(resumed, STEPS, subfolder)
-        others = compare.read_checkpoint(expected, STEPS, subfolder)
+        saved = compare.read_checkpoint(resumed.run_dir, STEPS, subfolder)
+        others = compare.read_checkpoint(expected.run_dir, STEPS, subfolder)
         assert saved.keys() == others.keys() and saved
         for key, value in others.items():
             assert saved[key].tobytes() == value.tobytes(), key
+
+
+def test_a_run_without_noise_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    """Weights and evaluations; clipping clips the sum."""
+
+    def clip(gradients: Any) -> Any:
+        return tf.clip_by_global_norm(gradients, 0.5)[0], gradients
+
+    hooks = small.hooks(
+        update_pre=clip,
+        create_eval_dataset=small.create_eval_dataset,
+        create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
+    )
+    state = engine.train(
+        hooks, tmp_path, **small.settings(7, logical_replicas=LOGICAL_REPLICAS, virtual_devices=3)
+    )
+    expected = small.plain(7, optimizer=keras.optimizers.SGD(small.RATE, global_clipnorm=0.5))
+    unclipped = small.plain(7)
+    compare.assert_close(state.train_model.weights, expected.weights)
+    assert not np.allclose(expected.weights[0], unclipped.weights[0], atol=1e-4)
+    errors = small.errors(expected)
+    assert state.metrics == pytest.approx(errors, rel=1e-5)
 
 
 def test_logical_replicas_see_their_index_and_host_hooks_get_all_rows(tmp_path: Path) -> None:
