@@ -61,7 +61,7 @@ from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.variables import unwrap
 from ctl_core.run.settings import Config
 from ctl_core.schedule import StepsPerCall
-from ctl_core.types import Batch, BatchSpec, GraphFunction
+from ctl_core.types import Batch, BatchSpec, GraphFunction, PerReplica
 
 # The name of the evaluation data if ``create_eval_dataset`` returns no dict.
 SINGLE_SET = ""
@@ -480,7 +480,11 @@ class EvaluationStep:
             self._set.batches.update_state(1)
 
         result, before = strategy.run(run_device, args=(batch,))
-        totals = loop.finish(strategy, result.roots)
+
+        def run(function: Callable[..., Any], *values: PerReplica) -> PerReplica:
+            return strategy.run(function, args=values)
+
+        totals = loop.finish(strategy, run, result.roots)
         strategy.run(finish, args=(before, totals))
 
     def _define_leaf(

@@ -63,6 +63,11 @@ def _add(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
 hidden_add = tf.function(_add, autograph=False, experimental_attributes={"_noinline": True})
 
 
+hidden_identity = tf.function(
+    tf.identity, autograph=False, experimental_attributes={"_noinline": True}
+)
+
+
 def add_buckets(left: Sequence[tf.Tensor], right: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Adds the buckets of two subtrees, in functions that TensorFlow does not look into."""
     sums = []
@@ -243,12 +248,13 @@ class LeafLoop:
         return join(*pieces)
 
     def finish(
-        self, strategy: tf.distribute.Strategy, roots: list[list[PerReplica]]
+        self, strategy: tf.distribute.Strategy, run: Run, roots: list[list[PerReplica]]
     ) -> list[PerReplica]:
         """Finishes the tree on the first device; returns the sums on each device.
 
         Args:
             strategy: whose devices compute
+            run: calls a function on each device, with that device's values
             roots: the roots of all devices, see ``DeviceResult``
         """
         assert self.packing is not None
@@ -260,8 +266,18 @@ class LeafLoop:
                 known[root] = [local_results(bucket)[device] for bucket in roots[index]]
         with tf.device(devices[0]):
             totals = add_up(Subtree(0, self._leaves), known, add_buckets)
-            tensors = self.packing.unpack(totals)
-        return [distribute(strategy, [tensor] * len(devices)) for tensor in tensors]
+        packed = [distribute(strategy, [total] * len(devices)) for total in totals]
+        return run(self._unpack_on_device, packed)  # type: ignore[no-any-return]
+
+    def _unpack_on_device(self, packed: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Unpacks the sums on one device.
+
+        The graph of each device begins with a function that TensorFlow does not look into. If it
+        saw that the sums were computed on the first device, it would simplify what that device does
+        with them in another way, and the devices would drift apart.
+        """
+        assert self.packing is not None
+        return self.packing.unpack([hidden_identity(bucket) for bucket in packed])
 
 
 class LogicalReplicas:
@@ -303,7 +319,7 @@ class LogicalReplicas:
             return self._run_device(share.batch, examples, kept)
 
         result, before = self._run(run_on_device, share)
-        totals = self._loop.finish(strategy, result.roots)
+        totals = self._loop.finish(strategy, self._run, result.roots)
         differences = totals[len(totals) - len(self._list_added()) :]
         summed = tf.nest.pack_sequence_as(self._structure, totals[: len(totals) - len(differences)])
         self._check_equal(result)

@@ -125,7 +125,7 @@ def test_any_number_of_devices_ends_with_the_same_bits(
 
 
 def test_a_run_without_noise_is_that_of_a_plain_loop(tmp_path: Path) -> None:
-    """Weights and evaluations; clipping clips the sum."""
+    """Weights and evaluations; clipping clips the sum, and has the same bits on each device."""
 
     def clip(gradients: Any) -> Any:
         return tf.clip_by_global_norm(gradients, 0.5)[0], gradients
@@ -135,9 +135,16 @@ def test_a_run_without_noise_is_that_of_a_plain_loop(tmp_path: Path) -> None:
         create_eval_dataset=small.create_eval_dataset,
         create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
     )
-    state = engine.train(
-        hooks, tmp_path, **small.settings(7, logical_replicas=LOGICAL_REPLICAS, virtual_devices=3)
+    state, single = (
+        engine.train(
+            hooks,
+            tmp_path / str(devices),
+            **small.settings(7, logical_replicas=LOGICAL_REPLICAS, virtual_devices=devices),
+        )
+        for devices in (3, 1)
     )
+    compare.assert_same(state.train_model.weights, single.train_model.weights)
+    assert state.metrics == single.metrics
     expected = small.plain(7, optimizer=keras.optimizers.SGD(small.RATE, global_clipnorm=0.5))
     unclipped = small.plain(7)
     compare.assert_close(state.train_model.weights, expected.weights)
