@@ -20,7 +20,7 @@ from ctl_core.cluster.replica_contexts import enter_logical_replica, forbid_exch
 from ctl_core.input.batches import Share
 from ctl_core.model.components import SINGLE_OBJECTIVE, Compilation, StepContext
 from ctl_core.model.forward import call_made, forward_backward, read_written, settle_written
-from ctl_core.model.logical_replicas import BETWEEN_STEPS, UPDATE, LogicalReplicas, set_generators
+from ctl_core.model.logical_replicas import BETWEEN_STEPS, UPDATE, LogicalReplicas
 from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import FiniteFlags, are_finite, are_losses_finite, are_numbers
 from ctl_core.numerics.reduction import PIECES, Contribution
@@ -85,6 +85,8 @@ class StepResult(NamedTuple):
         output: of the last update, a list with an entry for each micro-batch; empty if nobody asks
         batch: likewise
         flags: a ``FiniteFlags`` for each update
+        are_equal: for each variable of ``list_compared``: whether it is equal on all logical
+            replicas
     """
 
     loss: dict[str, PerReplica]
@@ -95,6 +97,7 @@ class StepResult(NamedTuple):
     output: list[PerReplica]
     batch: list[PerReplica]
     flags: list[FiniteFlags]
+    are_equal: list[tf.Tensor]
 
     def fetch(self, names: frozenset[str]) -> dict[str, Structure]:
         """Returns the values of these names, each by objective if there are several objectives.
@@ -155,6 +158,7 @@ def update_once(
 ) -> StepResult:
     """Makes one update on a global batch."""
     replicas = Replicas(context)
+    are_equal: list[tf.Tensor] = []
     update_pre = context.hooks.update_pre
     kept = frozenset(PIECES) & {*fetches, *update_pre.arguments}
     needs_loss = "loss" in fetches or "loss" in update_pre.arguments
@@ -169,12 +173,15 @@ def update_once(
         contribution, summed, variables = computation.compute(
             global_batch.deal(0), global_batch.examples, kept
         )
-        call = partial(_call_update_pre_alike, context, global_batch.examples, variables)
+        call = partial(
+            _call_update_pre_alike, context, computation, global_batch.examples, variables
+        )
+        are_equal = computation.are_equal
     updates = replicas.run(call, contribution, summed)
     flags = replicas.run(partial(note_flags, context), contribution, summed)
     apply_updates(context, replicas, variables, summed, updates)
     if context.components.shape.logical_replicas is not None:
-        replicas.run(partial(set_generators, context, BETWEEN_STEPS))
+        replicas.run(partial(computation.states.assign, BETWEEN_STEPS))
     return StepResult(
         loss=summed.loss,
         gradients=summed.gradients,
@@ -184,11 +191,13 @@ def update_once(
         output=contribution.output,
         batch=contribution.batch,
         flags=[flags],
+        are_equal=are_equal,
     )
 
 
 def _call_update_pre_alike(
     context: StepContext,
+    computation: LogicalReplicas,
     examples: Count,
     variables: VariablesByObjective,
     contribution: Contribution,
@@ -196,7 +205,7 @@ def _call_update_pre_alike(
 ) -> Updates:
     """Calls ``update_pre`` as logical replica 0 on each device, with the same random numbers."""
     with enter_logical_replica(0, context.components.shape.shares):
-        set_generators(context, UPDATE)
+        computation.states.assign(UPDATE)
         return call_update_pre(context, examples, variables, contribution, summed)
 
 

@@ -52,9 +52,9 @@ from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batc
 from ctl_core.model.logical_replicas import (
     EVALUATION,
     DeviceResult,
-    LeafLoop,
+    GeneratorStates,
     LeafResult,
-    assign_generators,
+    LeafSum,
 )
 from ctl_core.model.metrics import read_results, update_if, update_metrics
 from ctl_core.numerics.randomness import keep_seeds
@@ -464,14 +464,14 @@ class EvaluationStep:
         """Adds the shares of all logical replicas, along the same tree on any devices."""
         components = self._components
         strategy = components.strategy
-        loop = LeafLoop(components.shape.shares, components.shape.replicas)
+        leaf_sum = LeafSum(components.shape.shares, components.shape.replicas)
         sums = [unwrap(variable) for metric in self._set.sums for variable in metric.variables]
 
         def run_device(batch: Batch) -> tuple[DeviceResult, list[tf.Tensor]]:
             context = tf.distribute.get_replica_context()
             device = int(tf.get_static_value(context.replica_id_in_sync_group))
             before = [variable.read_value() for variable in sums]
-            return loop.run(device, self._define_leaf(batch, sums)), before
+            return leaf_sum.compute(device, self._define_leaf(batch, sums)), before
 
         def finish(before: list[tf.Tensor], totals: list[tf.Tensor]) -> None:
             for variable, value, total in zip(sums, before, totals, strict=True):
@@ -484,7 +484,7 @@ class EvaluationStep:
         def run(function: Callable[..., Any], *values: PerReplica) -> PerReplica:
             return strategy.run(function, args=values)
 
-        totals = loop.finish(strategy, run, result.roots)
+        totals = leaf_sum.finish(strategy, run, result.roots)
         strategy.run(finish, args=(before, totals))
 
     def _define_leaf(
@@ -503,10 +503,11 @@ class EvaluationStep:
         assert self._set.batches is not None
         number = self._set.batches.result()
         step = components.step_variable.read_value()
+        states = GeneratorStates(components, EVALUATION, step, number)
 
         def compute(index: tf.Tensor) -> LeafResult:
             with enter_logical_replica(index, leaves):
-                assign_generators(components, EVALUATION, step, number, index)
+                states.assign(index)
                 for variable in sums:
                     variable.assign(tf.zeros_like(variable))
                 for variable, value in zip(written, values_before, strict=True):
@@ -516,7 +517,7 @@ class EvaluationStep:
                 results = [variable.read_value() for variable in sums]
                 for variable, value in zip(written, values_before, strict=True):
                     variable.assign(value)
-            return LeafResult(results, tf.zeros([0], tf.int64), [])
+            return LeafResult(results, [], [])
 
         return compute
 

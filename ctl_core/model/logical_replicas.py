@@ -1,40 +1,34 @@
 """A step of logical replicas: the same bits on any number of devices.
 
 A global batch has V shares, one for each logical replica. A device computes a contiguous range of
-them, one after another, in one loop of the graph, and adds up what they contribute along the tree
-of numerics/summation_tree.py. The roots of all devices go to the first device, which finishes the
+them, one after another, and adds up what they contribute along the tree of
+numerics/summation_tree.py. The roots of all devices are then sent to one device, which finishes the
 tree and sends back the sums.
 
-Every logical replica is computed inside the loop, even if a device has only one. The specification
-of what a loop carries comes from a trace that is thrown away: an iteration outside of the loop
-could be simplified in another way, and round differently.
+A logical replica is a function of the graph that TensorFlow does not inline. So it is simplified by
+itself, in the same way on each device and whatever is around it; a model that is inlined next to
+other ops could be simplified in another way, and round differently. For the same reason, additions
+are functions of their own: TensorFlow folds those that it can see into AddN, which adds up in
+another order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
+from ctl_core import compat
 from ctl_core.cluster.collectives import distribute
 from ctl_core.cluster.replica_contexts import enter_logical_replica
-from ctl_core.compat import make_scratch_graph
 from ctl_core.input.batches import Share, find_fixed_start, find_start, take_batch_rows
-from ctl_core.model.components import Components, StepContext, WrittenVariable
+from ctl_core.model.components import Components, StepContext
 from ctl_core.model.forward import forward_backward
 from ctl_core.numerics.packing import Packing
 from ctl_core.numerics.randomness import derive_generator_states
-from ctl_core.numerics.reduction import Contribution, join
-from ctl_core.numerics.summation_tree import (
-    Subtree,
-    add_up,
-    count_levels,
-    find_entry,
-    list_blocks,
-    list_roots,
-    split_leaves,
-)
+from ctl_core.numerics.reduction import Contribution, encode_for_sum, join
+from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
 from ctl_core.numerics.variables import name_variable
 from ctl_core.run.errors import SetupError
 from ctl_core.types import (
@@ -53,28 +47,23 @@ UPDATE = -1
 BETWEEN_STEPS = -2
 
 Run = Callable[..., PerReplica]
+# The sums of a subtree, packed into buckets.
+Buckets = list[tf.Tensor]
+
+_NOT_INLINED = {"_noinline": True}
 
 
 def _add(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     return left + right
 
 
-# TensorFlow folds additions that it can see into AddN, which adds up in another order.
-hidden_add = tf.function(_add, autograph=False, experimental_attributes={"_noinline": True})
+hidden_add = tf.function(_add, autograph=False, experimental_attributes=_NOT_INLINED)
+hidden_identity = tf.function(tf.identity, autograph=False, experimental_attributes=_NOT_INLINED)
 
 
-hidden_identity = tf.function(
-    tf.identity, autograph=False, experimental_attributes={"_noinline": True}
-)
-
-
-def add_buckets(left: Sequence[tf.Tensor], right: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def add_buckets(left: Buckets, right: Buckets) -> Buckets:
     """Adds the buckets of two subtrees, in functions that TensorFlow does not look into."""
-    sums = []
-    for left_bucket, right_bucket in zip(left, right, strict=True):
-        total = hidden_add(left_bucket, right_bucket)
-        sums.append(tf.ensure_shape(total, left_bucket.shape))
-    return sums
+    return [hidden_add(*pair) for pair in zip(left, right, strict=True)]
 
 
 class LeafResult(NamedTuple):
@@ -82,12 +71,12 @@ class LeafResult(NamedTuple):
 
     Attributes:
         summed: the tensors that are added up over all logical replicas
-        digests: a checksum of each value that has to be equal on all of them, int64[n]
-        pieces: the tensors that host hooks are passed, in the order of the logical replicas
+        compared: the values that have to be equal on all of them
+        pieces: the tensors, dense or not, that host hooks are passed of each logical replica
     """
 
     summed: list[tf.Tensor]
-    digests: tf.Tensor
+    compared: list[tf.Tensor]
     pieces: list[tf.Tensor]
 
 
@@ -96,19 +85,19 @@ class DeviceResult(NamedTuple):
 
     Attributes:
         roots: for each root the buckets of its sum; placeholders where other devices have more
-        lowest: the lowest checksum of each value that has to be equal, int64[n]
-        highest: the highest one
-        pieces: for each piece its tensors of all logical replicas of the device, concatenated
+        compared: the values of the first logical replica that have to be equal on all of them
+        are_equal: whether the other logical replicas of the device have the same values, bools
+        pieces: those of all logical replicas of the device, joined
     """
 
-    roots: list[list[tf.Tensor]]
-    lowest: tf.Tensor
-    highest: tf.Tensor
+    roots: list[Buckets]
+    compared: list[tf.Tensor]
+    are_equal: list[tf.Tensor]
     pieces: list[tf.Tensor]
 
 
-class LeafLoop:
-    """Computes the logical replicas of a device in a loop, and adds them up along the tree.
+class LeafSum:
+    """Computes the logical replicas, which are the leaves of the tree, and adds them up.
 
     Attributes:
         packing: how the summed tensors are packed; known once the first device is traced
@@ -119,157 +108,78 @@ class LeafLoop:
         self._leaves = leaves
         self._ranges = split_leaves(leaves, devices)
         self._most_roots = max(len(list_roots(leaves, leaves_)) for leaves_ in self._ranges)
-        self._piece_specs: list[tf.TensorSpec] = []
 
     def get_leaves(self, device: int) -> range:
         """Returns the logical replicas of a device."""
         return self._ranges[device]
 
-    def run(self, device: int, compute: Callable[[tf.Tensor], LeafResult]) -> DeviceResult:
-        """Traces the loop of one device.
+    def compute(self, device: int, compute: Callable[[tf.Tensor], LeafResult]) -> DeviceResult:
+        """Computes the logical replicas of one device.
 
         Args:
             device: the number of the device
             compute: computes the logical replica of an index, an int32 scalar
         """
-        packing = self._find_packing(compute)
-        levels = count_levels(self._leaves)
-        device_leaves = self._ranges[device]
-        # If the bounds were constants, the loop could be simplified in another way on each device.
-        start = tf.compat.v1.placeholder_with_default(device_leaves.start, [])
-        end = tf.compat.v1.placeholder_with_default(device_leaves.stop, [])
 
-        def take_next(
-            index: tf.Tensor, lowest: tf.Tensor, highest: tf.Tensor, held: Any, pieces: Any
-        ) -> Any:
+        @tf.function(
+            autograph=False,
+            input_signature=[tf.TensorSpec([], tf.int32)],
+            experimental_attributes=_NOT_INLINED,
+        )
+        def compute_leaf(index: tf.Tensor) -> tuple[Buckets, list[tf.Tensor], list[tf.Tensor]]:
             result = compute(index)
-            held = self._hold(held, index, start, packing.pack(result.summed))
-            pieces = [
-                array.write(index - start, piece)
-                for array, piece in zip(pieces, result.pieces, strict=True)
-            ]
-            lowest = tf.minimum(lowest, result.digests)
-            highest = tf.maximum(highest, result.digests)
-            return index + 1, lowest, highest, held, pieces
+            if self.packing is None:
+                self.packing = Packing(
+                    [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in result.summed]
+                )
+            return self.packing.pack(result.summed), result.compared, result.pieces
 
-        held = [
-            tf.TensorArray(
-                bucket.dtype, 2 * levels, element_shape=[bucket.size], clear_after_read=False
-            )
-            for bucket in packing.buckets
-        ]
-        pieces = [
-            tf.TensorArray(spec.dtype, len(device_leaves), infer_shape=False)
-            for spec in self._piece_specs
-        ]
-        digests = [self._digest_count]
-        _, lowest, highest, held, pieces = tf.while_loop(
-            lambda index, *_: index < end,
-            take_next,
-            (
-                start,
-                tf.fill(digests, tf.int64.max),
-                tf.fill(digests, tf.int64.min),
-                held,
-                pieces,
-            ),
-            parallel_iterations=1,
-        )
-        return DeviceResult(
-            self._read_roots(held, device_leaves),
-            lowest,
-            highest,
-            [self._join_pieces(array, spec, len(device_leaves))
-             for array, spec in zip(pieces, self._piece_specs, strict=True)],
-        )  # fmt: skip
-
-    def _find_packing(self, compute: Callable[[tf.Tensor], LeafResult]) -> Packing:
-        """Traces a logical replica, in a graph that is thrown away, to know its tensors."""
-        if self.packing is None:
-            with make_scratch_graph("logical_replica").as_default():
-                result = compute(tf.compat.v1.placeholder_with_default(0, []))
-            specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in result.summed]
-            self._piece_specs = [tf.TensorSpec(piece.shape, piece.dtype) for piece in result.pieces]
-            self._digest_count = int(result.digests.shape[0])
-            self.packing = Packing(specs)
-        return self.packing
-
-    def _hold(
-        self, held: list[tf.TensorArray], leaf: tf.Tensor, start: tf.Tensor, buckets: Any
-    ) -> list[tf.TensorArray]:
-        """Adds a leaf to the blocks that it completes, and holds the result.
-
-        The carried block is a right child where a bit of ``leaf`` is set. It is added to its left
-        sibling if that is of the same device.
-        """
-
-        def has_sibling(level: tf.Tensor, *_: Any) -> tf.Tensor:
-            shift = tf.bitwise.right_shift
-            is_right = tf.equal(shift(leaf, level) & 1, 1)
-            parent_start = tf.bitwise.left_shift(shift(leaf, level + 1), level + 1)
-            return is_right & (parent_start >= start)
-
-        def add_sibling(level: tf.Tensor, carried: list[tf.Tensor]) -> Any:
-            siblings = [
-                tf.ensure_shape(array.read(level), bucket.shape)
-                for array, bucket in zip(held, carried, strict=True)
-            ]
-            return level + 1, add_buckets(siblings, carried)
-
-        level, carried = tf.while_loop(
-            has_sibling, add_sibling, (tf.constant(0), buckets), parallel_iterations=1
-        )
-        is_right = tf.bitwise.right_shift(leaf, level) & 1
-        entry = level + is_right * count_levels(self._leaves)
-        return [array.write(entry, bucket) for array, bucket in zip(held, carried, strict=True)]
-
-    def _read_roots(
-        self, held: list[tf.TensorArray], device_leaves: range
-    ) -> list[list[tf.Tensor]]:
-        """Returns the buckets of each root of a device."""
-        assert self.packing is not None
-        blocks: dict[Subtree, list[tf.Tensor]] = {}
-        for block in list_blocks(device_leaves):
-            entry = find_entry(self._leaves, block)
-            blocks[block] = [
-                tf.ensure_shape(array.read(entry), [bucket.size])
-                for array, bucket in zip(held, self.packing.buckets, strict=True)
-            ]
+        walk = DeviceWalk(compute_leaf.get_concrete_function())
         roots = [
-            add_up(root, blocks, add_buckets) for root in list_roots(self._leaves, device_leaves)
+            add_up(root, walk.compute_leaf, walk.add)
+            for root in list_roots(self._leaves, self._ranges[device])
         ]
         # All replicas of a strategy have to return the same structure.
         while len(roots) < self._most_roots:
-            roots.append([tf.zeros([0], bucket.dtype) for bucket in self.packing.buckets])
-        return roots
-
-    def _join_pieces(self, array: tf.TensorArray, spec: tf.TensorSpec, count: int) -> tf.Tensor:
-        pieces = [tf.ensure_shape(array.read(index), spec.shape) for index in range(count)]
-        return join(*pieces)
+            roots.append([tf.zeros([0], bucket.dtype) for bucket in roots[0]])
+        return DeviceResult(
+            roots,
+            walk.compared[0],
+            [are_all_equal(values) for values in zip(*walk.compared, strict=True)],
+            [join(*pieces) for pieces in zip(*walk.pieces, strict=True)],
+        )
 
     def finish(
         self, strategy: tf.distribute.Strategy, run: Run, roots: list[list[PerReplica]]
     ) -> list[PerReplica]:
-        """Finishes the tree on the first device; returns the sums on each device.
+        """Finishes the tree; returns the sums on each device.
+
+        Each bucket is finished on one device, and the devices take turns. A device receives the
+        roots of its next bucket when its last one is finished, so that it holds those of one bucket
+        at a time.
 
         Args:
             strategy: whose devices compute
             run: calls a function on each device, with that device's values
             roots: the roots of all devices, see ``DeviceResult``
         """
-        assert self.packing is not None
         local_results = strategy.experimental_local_results
         devices = strategy.extended.worker_devices
-        known: dict[Subtree, list[tf.Tensor]] = {}
-        for device, device_leaves in enumerate(self._ranges):
-            for index, root in enumerate(list_roots(self._leaves, device_leaves)):
-                known[root] = [local_results(bucket)[device] for bucket in roots[index]]
-        with tf.device(devices[0]):
-            totals = add_up(Subtree(0, self._leaves), known, add_buckets)
+        totals: list[tf.Tensor] = []
+        for bucket in range(len(roots[0])):
+            last_total = totals[bucket - len(devices) :][:1] if bucket >= len(devices) else []
+            known: dict[Subtree, tf.Tensor] = {}
+            for device, device_leaves in enumerate(self._ranges):
+                with tf.device(devices[device]), tf.control_dependencies(last_total):
+                    for index, root in enumerate(list_roots(self._leaves, device_leaves)):
+                        value = local_results(roots[index][bucket])[device]
+                        known[root] = hidden_identity(value) if last_total else value
+            with tf.device(devices[bucket % len(devices)]):
+                totals.append(add_up(Subtree(0, self._leaves), known.get, hidden_add))
         packed = [distribute(strategy, [total] * len(devices)) for total in totals]
         return run(self._unpack_on_device, packed)  # type: ignore[no-any-return]
 
-    def _unpack_on_device(self, packed: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _unpack_on_device(self, packed: Buckets) -> list[tf.Tensor]:
         """Unpacks the sums on one device.
 
         The graph of each device begins with a function that TensorFlow does not look into. If it
@@ -280,8 +190,75 @@ class LeafLoop:
         return self.packing.unpack([hidden_identity(bucket) for bucket in packed])
 
 
+class DeviceWalk:
+    """Computes the logical replicas of a device, in their order, and adds them up meanwhile.
+
+    Each call waits for the one before it. So the device has the activations of one logical replica
+    at a time, and one sum for each level of the tree.
+
+    Attributes:
+        compared: for each logical replica so far its values that have to be equal
+        pieces: for each logical replica so far its pieces
+    """
+
+    def __init__(self, function: tf.types.experimental.ConcreteFunction) -> None:
+        """``function`` returns the fields of a ``LeafResult``, the first of them packed."""
+        self.compared: list[list[tf.Tensor]] = []
+        self.pieces: list[list[tf.Tensor]] = []
+        self._function = function
+        self._last: list[tf.Tensor] = []
+
+    def compute_leaf(self, subtree: Subtree) -> Buckets | None:
+        """Returns the buckets of a logical replica; None for a larger subtree."""
+        if subtree.size > 1:
+            return None
+        # If the index were a constant, TensorFlow could simplify each call in another way.
+        index = tf.compat.v1.placeholder_with_default(subtree.start, [])
+        with tf.control_dependencies(self._last):
+            buckets, compared, pieces = self._function(index)
+        self.compared.append(compared)
+        self.pieces.append(pieces)
+        self._last = buckets
+        return buckets  # type: ignore[no-any-return]
+
+    def add(self, left: Buckets, right: Buckets) -> Buckets:
+        """Adds the sums of two subtrees."""
+        self._last = add_buckets(left, right)
+        return self._last
+
+
+class GeneratorStates:
+    """The states of the random generators in a step, or in the evaluation of a batch."""
+
+    def __init__(self, components: Components, purpose: int, step: Count, turn: Count) -> None:
+        """Derives the states; see ``derive_generator_states`` for the arguments."""
+        self._variables = components.generators.variables
+        self._initial_states = components.generators.initial_states
+        if self._variables:
+            with tf.device("CPU:0"):
+                self._states = derive_generator_states(
+                    self._initial_states, purpose, step, turn, components.shape.shares
+                )
+
+    def assign(self, index: Count) -> None:
+        """Sets all generators for a logical replica, or for ``UPDATE`` or ``BETWEEN_STEPS``."""
+        if not self._variables:
+            return
+        # As in a Python list, the states of negative numbers are at the end.
+        states = tf.gather(self._states, index % self._states.shape[0])
+        for number, variable in enumerate(self._variables):
+            state = states[number, : len(self._initial_states[number])]
+            variable.assign(tf.cast(state, variable.dtype))
+
+
 class LogicalReplicas:
-    """Computes an update of logical replicas: forward and backward passes, and their sum."""
+    """Computes an update of logical replicas: forward and backward passes, and their sum.
+
+    Attributes:
+        states: the states of the random generators in the update
+        are_equal: for each variable that has to have one value on all logical replicas after they
+            have run: whether it has, a bool scalar; known once they are computed
+    """
 
     def __init__(self, context: StepContext, run: Run) -> None:
         """Prepares an update.
@@ -294,7 +271,10 @@ class LogicalReplicas:
         self._components: Components = context.components
         self._run = run
         shape = self._components.shape
-        self._loop = LeafLoop(shape.shares, shape.replicas)
+        assert context.step is not None
+        self.states = GeneratorStates(self._components, TRAINING, context.step, context.turn or 0)
+        self.are_equal: list[tf.Tensor] = []
+        self._sum = LeafSum(shape.shares, shape.replicas)
         self._variables: VariablesByObjective = {}
         self._structure: Structure = None
         self._piece_structure: Structure = None
@@ -319,41 +299,37 @@ class LogicalReplicas:
             return self._run_device(share.batch, examples, kept)
 
         result, before = self._run(run_on_device, share)
-        totals = self._loop.finish(strategy, self._run, result.roots)
-        differences = totals[len(totals) - len(self._list_added()) :]
-        summed = tf.nest.pack_sequence_as(self._structure, totals[: len(totals) - len(differences)])
-        self._check_equal(result)
+        totals = self._sum.finish(strategy, self._run, result.roots)
+        differences = totals[len(totals) - len(before) :]
+        summed = tf.nest.pack_sequence_as(self._structure, totals[: len(totals) - len(before)])
+        self.are_equal = self._compare_devices(result)
         self._run(self._assign_written, before, differences)
         loss, gradients, weight = summed
-        pieces = tf.nest.pack_sequence_as(
-            self._piece_structure, result.pieces, expand_composites=True
-        )
+        pieces = tf.nest.pack_sequence_as(self._piece_structure, result.pieces)
         contribution = Contribution(loss, gradients, weight, *pieces)
         return contribution, Contribution(loss, gradients, weight, [], []), self._variables
-
-    def _list_added(self) -> list[WrittenVariable]:
-        """Returns the written variables whose changes are added up or averaged."""
-        return [written for written in self._components.written if not written.is_shared]
-
-    def _list_compared(self) -> list[WrittenVariable]:
-        """Returns the written variables that have to be equal on all logical replicas."""
-        return [written for written in self._components.written if written.is_shared]
 
     def _run_device(
         self, batch: Batch, examples: int, kept: frozenset[str]
     ) -> tuple[DeviceResult, list[tf.Tensor]]:
-        """Computes the logical replicas of one device; also returns the values before."""
+        """Computes the logical replicas of one device.
+
+        Also returns the values before them of the variables whose changes are added up.
+        """
         context = tf.distribute.get_replica_context()
         device = int(tf.get_static_value(context.replica_id_in_sync_group))
         written = self._components.written
         before = [entry.variable.read_value() for entry in written]
         leaves = self._components.shape.shares
-        first_leaf = self._loop.get_leaves(device).start
+        first_leaf = self._sum.get_leaves(device).start
         first_row = find_fixed_start(first_leaf, examples, leaves)
 
         def compute(index: tf.Tensor) -> LeafResult:
-            with enter_logical_replica(index, leaves):
-                set_generators(self._context, index)
+            with (
+                enter_logical_replica(index, leaves),
+                compat.mute_other_summaries(self._context.step, index),
+            ):
+                self.states.assign(index)
                 for entry, value in zip(written, before, strict=True):
                     entry.variable.assign(value)
                 share = take_leaf(batch, examples, index, leaves, first_row)
@@ -363,7 +339,9 @@ class LogicalReplicas:
                 self._variables = variables
                 return self._collect(contribution, share, before, examples)
 
-        return self._loop.run(device, compute), before
+        result = self._sum.compute(device, compute)
+        pairs = zip(written, before, strict=True)
+        return result, [value for entry, value in pairs if not entry.is_shared]
 
     def _collect(
         self, contribution: Contribution, share: Share, before: list[tf.Tensor], examples: int
@@ -376,11 +354,11 @@ class LogicalReplicas:
             rows = examples // self._components.shape.shares
         share_of_rows = tf.cast(rows, tf.float32) / tf.cast(examples, tf.float32)
         differences = []
-        digests = []
+        compared = []
         for written, value in zip(self._components.written, before, strict=True):
             after = written.variable.read_value()
             if written.is_shared:
-                digests.append(digest_bits(after))
+                compared.append(after)
                 continue
             difference = after - value
             if written.max_stretch is not None:  # a moving statistic, of which the mean is taken
@@ -388,51 +366,25 @@ class LogicalReplicas:
             differences.append(difference)
         return LeafResult(
             [*tf.nest.flatten(self._structure), *differences],
-            tf.stack(digests) if digests else tf.zeros([0], tf.int64),
-            tf.nest.flatten(self._piece_structure, expand_composites=True),
+            compared,
+            tf.nest.flatten(self._piece_structure),
         )
 
     def _assign_written(self, before: list[tf.Tensor], differences: list[tf.Tensor]) -> None:
-        """Assigns on one device what all logical replicas together have written."""
-        remaining = iter(differences)
-        for written, value in zip(self._components.written, before, strict=True):
-            if not written.is_shared:
-                written.variable.assign(value + next(remaining))
+        """Assigns on one device what all logical replicas together have added to variables."""
+        added = [written for written in self._components.written if not written.is_shared]
+        for written, value, difference in zip(added, before, differences, strict=True):
+            written.variable.assign(value + difference)
 
-    def _check_equal(self, result: DeviceResult) -> None:
-        """Lets the step fail if logical replicas have written different values to a variable."""
-        compared = self._list_compared()
-        if not compared:
-            return
-        local_results = self._components.strategy.experimental_local_results
-        with tf.device("CPU:0"):
-            lowest = tf.reduce_min(tf.stack(local_results(result.lowest)), 0)
-            highest = tf.reduce_max(tf.stack(local_results(result.highest)), 0)
-            for index, written in enumerate(compared):
-                name = name_variable(written.variable)
-                message = (
-                    f"logical_replicas: the forward pass writes different values to {name} on "
-                    "different logical replicas; write what is the same on all of them"
-                )
-                tf.debugging.Assert(tf.equal(lowest[index], highest[index]), [message])
-
-
-def set_generators(context: StepContext, index: int | tf.Tensor) -> None:
-    """Sets all random generators for a logical replica, or for what all devices do alike."""
-    assert context.step is not None
-    assign_generators(context.components, TRAINING, context.step, context.turn or 0, index)
-
-
-def assign_generators(
-    components: Components, purpose: int, step: Count, turn: Count, index: Count
-) -> None:
-    """Assigns the states of all random generators, see ``derive_generator_states``."""
-    generators = components.generators
-    if not generators.variables:
-        return
-    states = derive_generator_states(generators.initial_states, purpose, step, turn, index)
-    for variable, state in zip(generators.variables, states, strict=True):
-        variable.assign(tf.cast(state, variable.dtype))
+    def _compare_devices(self, result: DeviceResult) -> list[tf.Tensor]:
+        """Returns for each compared variable whether all devices have the same value."""
+        strategy = self._components.strategy
+        local_results = strategy.experimental_local_results
+        with tf.device(strategy.extended.worker_devices[0]):
+            return [
+                tf.reduce_all([are_all_equal(local_results(values)), *local_results(are_equal)])
+                for values, are_equal in zip(result.compared, result.are_equal, strict=True)
+            ]
 
 
 def take_leaf(batch: Batch, examples: int, index: tf.Tensor, leaves: int, first_row: int) -> Share:
@@ -476,18 +428,24 @@ def check_gradients(
     return checked
 
 
-def digest_bits(value: tf.Tensor) -> tf.Tensor:
-    """Returns a checksum of the bits of a tensor, an int64 scalar; every NaN counts alike."""
-    if value.dtype == tf.string:
-        bits = tf.strings.to_hash_bucket_fast(value, 2**62)
-    elif value.dtype.is_bool or value.dtype.is_integer:
-        bits = tf.cast(value, tf.int64)
-    else:
-        if value.dtype.is_floating:
-            nan = tf.constant(float("nan"), value.dtype)
-            value = tf.where(tf.math.is_nan(value), nan, value)
-        integers = {2: tf.int16, 4: tf.int32, 8: tf.int64, 16: tf.int64}
-        bits = tf.cast(tf.bitcast(value, integers[value.dtype.size]), tf.int64)
-    bits = tf.reshape(bits, [-1])
-    factors = tf.range(tf.size(bits, tf.int64)) * 0x5851F42D4C957F2D * 2 + 1
-    return tf.reduce_sum(bits * factors)
+def are_all_equal(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns whether tensors have the same bits, a bool scalar; every NaN equals every other."""
+    first, *others = map(read_bits, values)
+    return tf.reduce_all([tf.constant(True), *(tf.reduce_all(first == bits) for bits in others)])
+
+
+def read_bits(value: tf.Tensor) -> tf.Tensor:
+    """Returns integers that are equal for equal bits, and for every NaN."""
+    encoded = encode_for_sum(value)
+    if not encoded.dtype.is_floating:
+        return encoded
+    nan = tf.constant(float("nan"), encoded.dtype)
+    encoded = tf.where(tf.math.is_nan(encoded), nan, encoded)
+    return tf.bitcast(encoded, tf.int64 if encoded.dtype == tf.float64 else tf.int32)
+
+
+def list_compared(components: Components) -> list[str]:
+    """Returns the names of the variables that have to be equal on all logical replicas."""
+    if components.shape.logical_replicas is None:
+        return []
+    return [name_variable(written.variable) for written in components.written if written.is_shared]

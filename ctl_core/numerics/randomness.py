@@ -20,6 +20,8 @@ from ctl_core.types import Count
 
 # The difference between the seeds of neighboring replicas: a number by which seeds rarely differ.
 _STRIDE = 1_000_003
+# Distinguishes the seeds of ``derive_generator_states`` from those that hooks compute from a step.
+_TAG = 0x6C6F676963616C
 
 
 def fold_in_replica_id(
@@ -44,9 +46,9 @@ def fold_in_replica_id(
 
 
 def derive_generator_states(
-    initial_states: Sequence[np.ndarray], purpose: int, step: Count, turn: Count, index: Count
-) -> list[tf.Tensor]:
-    """Returns the states of random generators for a logical replica.
+    initial_states: Sequence[np.ndarray], purpose: int, step: Count, turn: Count, replicas: int
+) -> tf.Tensor:
+    """Returns the states of random generators in a step, for each logical replica.
 
     They are a function of the arguments alone, so they do not depend on the number of devices.
     Generators with equal initial states get equal states, as generators with equal seeds do.
@@ -56,30 +58,23 @@ def derive_generator_states(
         purpose: 0 for training, 1 for an evaluation
         step: the number of the step, or of the step that is evaluated
         turn: the index of the turn, or the number of the batch in an evaluation
-        index: the index of the logical replica, or a negative number for what all devices do alike
+        replicas: the number of logical replicas
 
     Returns:
-        For each generator an int64 vector of the length of its state.
+        int64[replicas + 2, generators, length]: the states for each logical replica, and two more
+        for what all devices do alike. A state that is shorter than the longest one ends with
+        numbers to be left out.
     """
-    key = tf.constant([_STRIDE, purpose], tf.int64)
-    for number in (step, turn, index):
-        key = _mix(tf.bitwise.bitwise_xor(key, tf.cast(number, tf.int64)), 2)
-    states = []
-    for initial in initial_states:
-        seed = tf.constant(np.resize(initial, 2).astype("int64"))
-        # A longer state counts whole: each further pair of numbers is mixed in.
-        for first in range(2, len(initial), 2):
-            pair = np.resize(initial[first:], 2).astype("int64")
-            seed = tf.bitwise.bitwise_xor(_mix(seed, 2), tf.constant(pair))
-        states.append(_mix(tf.bitwise.bitwise_xor(key, seed), len(initial)))
-    return states
-
-
-def _mix(seed: tf.Tensor, size: int) -> tf.Tensor:
-    """Returns ``size`` random numbers, int64, for a seed; the same ones on CPUs and GPUs."""
-    return tf.random.stateless_uniform(
-        [size], seed, minval=None, maxval=None, dtype=tf.int64, alg="philox"
-    )
+    length = max(len(state) for state in initial_states)
+    initial = np.stack([np.resize(state, length).astype("int64") for state in initial_states])
+    seed = tf.stack([tf.cast(step, tf.int64), 2 * tf.cast(turn, tf.int64) + purpose])
+    # With a fixed algorithm, a seed has the same numbers on CPUs and GPUs.
+    numbers = tf.random.stateless_uniform(
+        [replicas + 2, 1, length],
+        tf.bitwise.bitwise_xor(seed, tf.constant(_TAG, tf.int64)),
+        minval=None, maxval=None, dtype=tf.int64, alg="philox",
+    )  # fmt: skip
+    return tf.bitwise.bitwise_xor(numbers, tf.constant(initial))
 
 
 def find_drawing_layers(layers: list[keras.Layer], drawn: Collection[int]) -> list[str]:

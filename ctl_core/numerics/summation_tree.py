@@ -5,15 +5,12 @@ if its additions are always grouped in the same way. Here they follow one binary
 leaves, which are the logical replicas: the left subtree has the largest power of two below n. Each
 device computes a contiguous range of leaves and adds up the subtrees that lie inside its range.
 The roots of these are then added up along the rest of the tree.
-
-A subtree whose size is a power of two is called a block. Blocks are aligned: the first leaf is a
-multiple of the size. All other subtrees end with the last leaf.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -76,49 +73,16 @@ def _walk_roots(subtree: Subtree, device_leaves: range) -> Iterator[Subtree]:
         yield from _walk_roots(child, device_leaves)
 
 
-def list_blocks(device_leaves: range) -> list[Subtree]:
-    """Returns the largest blocks that lie inside a range of leaves, from left to right."""
-    blocks = []
-    start = device_leaves.start
-    while start < device_leaves.stop:
-        size = 1 << ((device_leaves.stop - start).bit_length() - 1)
-        if start > 0:
-            size = min(size, start & -start)  # the largest power of two that divides the start
-        blocks.append(Subtree(start, size))
-        start += size
-    return blocks
-
-
-def count_levels(leaves: int) -> int:
-    """Returns the number of sizes that a block of a tree can have."""
-    return leaves.bit_length()
-
-
-def find_entry(leaves: int, block: Subtree) -> int:
-    """Returns where a device holds a block until it can be added to its sibling.
-
-    A left child waits for its sibling at the entry of its level. A right child waits only if its
-    sibling belongs to another device; its entry is behind those of left children. A device never
-    holds two blocks at one entry.
-
-    Args:
-        leaves: the number of leaves of the whole tree
-        block: the block
-    """
-    level = block.size.bit_length() - 1
-    is_right = (block.start >> level) & 1
-    return level + is_right * count_levels(leaves)
-
-
-def add_up(root: Subtree, known: Mapping[Subtree, T], add: Callable[[T, T], T]) -> T:
-    """Adds up a subtree.
+def add_up(root: Subtree, find: Callable[[Subtree], T | None], add: Callable[[T, T], T]) -> T:
+    """Adds up a subtree, from left to right.
 
     Args:
         root: the subtree
-        known: the sums of subtrees that cover it
+        find: returns the sum of a subtree; None if it has to be added up from those of its children
         add: adds two values
     """
-    if root in known:
-        return known[root]
+    known = find(root)
+    if known is not None:
+        return known
     left, right = root.split()
-    return add(add_up(left, known, add), add_up(right, known, add))
+    return add(add_up(left, find, add), add_up(right, find, add))

@@ -21,36 +21,44 @@ def bracket(left: str, right: str) -> str:
     return f"({left} {right})"
 
 
-def walk_leaves(leaves: int, device_leaves: range) -> dict[int, str]:
-    """Adds up blocks as a device does, leaf by leaf; returns what it holds at the end."""
-    levels = summation_tree.count_levels(leaves)
-    held: dict[int, str] = {}
-    for leaf in device_leaves:
-        level = 0
-        carried = str(leaf)
-        while (leaf >> level) & 1 and (leaf >> (level + 1)) << (level + 1) >= device_leaves.start:
-            carried = bracket(held[level], carried)
-            level += 1
-        held[level + levels * ((leaf >> level) & 1)] = carried
-    return held
-
-
 @many
 @given(leaf_counts, st.integers(1, 12))
 def test_a_sum_has_the_same_brackets_on_any_number_of_devices(leaves: int, devices: int) -> None:
     tree = Subtree(0, leaves)
     names = {Subtree(leaf, 1): str(leaf) for leaf in range(leaves)}
-    expected = summation_tree.add_up(tree, names, bracket)
+    expected = summation_tree.add_up(tree, names.get, bracket)
     sums: dict[Subtree, str] = {}
     for device_leaves in summation_tree.split_leaves(leaves, min(devices, leaves)):
-        held = walk_leaves(leaves, device_leaves)
-        blocks = {
-            block: held[summation_tree.find_entry(leaves, block)]
-            for block in summation_tree.list_blocks(device_leaves)
-        }
         for root in summation_tree.list_roots(leaves, device_leaves):
-            sums[root] = summation_tree.add_up(root, blocks, bracket)
-    assert summation_tree.add_up(tree, sums, bracket) == expected
+            assert device_leaves.start <= root.start and root.end <= device_leaves.stop
+            sums[root] = summation_tree.add_up(root, names.get, bracket)
+    assert summation_tree.add_up(tree, sums.get, bracket) == expected
+
+
+@many
+@given(leaf_counts)
+def test_leaves_are_added_up_in_their_order_with_one_sum_held_for_each_level(leaves: int) -> None:
+    order = []
+    held = 0
+    most = 0
+
+    def compute(subtree: Subtree) -> str | None:
+        nonlocal held, most
+        if subtree.size > 1:
+            return None
+        order.append(subtree.start)
+        held += 1
+        most = max(most, held)
+        return str(subtree.start)
+
+    def add(left: str, right: str) -> str:
+        nonlocal held
+        held -= 1
+        return bracket(left, right)
+
+    summation_tree.add_up(Subtree(0, leaves), compute, add)
+    assert order == list(range(leaves))
+    assert most <= leaves.bit_length() + 1
 
 
 @many
@@ -65,7 +73,7 @@ def test_devices_have_ranges_that_differ_by_one_leaf_at_most(leaves: int, device
 
 def test_the_left_subtree_has_the_largest_power_of_two() -> None:
     names = {Subtree(leaf, 1): str(leaf) for leaf in range(7)}
-    added = summation_tree.add_up(Subtree(0, 7), names, bracket)
+    added = summation_tree.add_up(Subtree(0, 7), names.get, bracket)
     assert added == "(((0 1) (2 3)) ((4 5) 6))"
 
 
@@ -93,13 +101,14 @@ def test_packed_tensors_come_back_bit_for_bit(shapes: Any, limit: int, seed: int
 def test_states_of_generators_depend_on_every_argument_and_on_the_initial_state() -> None:
     initial = [np.array([7, 0]), np.array([8, 0]), np.array([1, 2, 3])]
     states: set[tuple[int, ...]] = set()
-    keys = [(0, 5, 0, 1), (1, 5, 0, 1), (0, 6, 0, 1), (0, 5, 1, 1), (0, 5, 0, 2), (0, 5, 0, -1)]
-    for purpose, step, turn, index in keys:
-        derived = derive_generator_states(initial, purpose, step, turn, index)
-        assert [state.shape[0] for state in derived] == [2, 2, 3]
-        assert all(state.dtype == tf.int64 for state in derived)
-        states.update(tuple(state.numpy().tolist()) for state in derived)
-        again = derive_generator_states(initial, purpose, tf.constant(step, tf.int64), turn, index)
-        for state, other in zip(derived, again, strict=True):
-            np.testing.assert_array_equal(state, other)
-    assert len(states) == 3 * len(keys)
+    keys = [(0, 5, 0), (1, 5, 0), (0, 6, 0), (0, 5, 1)]
+    for purpose, step, turn in keys:
+        derived = derive_generator_states(initial, purpose, step, turn, 3).numpy()
+        assert derived.shape == (3 + 2, 3, 3)
+        states.update(map(tuple, derived[:, :2, :2].reshape(-1, 2).tolist()))
+        states.update(map(tuple, derived[:, 2].tolist()))
+        again = derive_generator_states(initial, purpose, tf.constant(step, tf.int64), turn, 3)
+        np.testing.assert_array_equal(derived, again)
+        more = derive_generator_states(initial, purpose, step, turn, 7)
+        np.testing.assert_array_equal(derived[:3], more[:3])
+    assert len(states) == 3 * 5 * len(keys)
