@@ -21,6 +21,7 @@ from ctl_core.checkpoint.initial_weights import (
     list_weights,
     load_initial_weights,
 )
+from ctl_core.cluster.collectives import count_logical_replicas
 from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
@@ -121,6 +122,7 @@ def leave_run() -> Iterator[None]:
             compat.name_anew(),
             compat.keep_op_determinism(),
             record_nothing(),
+            count_logical_replicas(None),
         ):
             yield
     finally:
@@ -142,7 +144,11 @@ def prepare_process(config: Config) -> Iterator[None]:
         compat.keep_large_sums_whole()
         if config.deterministic or config.logical_replicas is not None:
             tf.config.experimental.enable_op_determinism()
-        with compat.separate_losses(), compat.convert_variables():
+        with (
+            compat.separate_losses(),
+            compat.convert_variables(),
+            count_logical_replicas(config.logical_replicas),
+        ):
             yield
 
 

@@ -25,7 +25,7 @@ from ctl_core.cluster.replica_contexts import enter_logical_replica
 from ctl_core.input.batches import Share, find_fixed_start, find_start, take_batch_rows
 from ctl_core.model.components import Components, StepContext
 from ctl_core.model.forward import forward_backward
-from ctl_core.numerics.packing import Packing
+from ctl_core.numerics.packing import BUCKET_BYTES, Packing
 from ctl_core.numerics.randomness import derive_generator_states
 from ctl_core.numerics.reduction import Contribution, encode_for_sum, join
 from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
@@ -129,9 +129,8 @@ class LeafSum:
         def compute_leaf(index: tf.Tensor) -> tuple[Buckets, list[tf.Tensor], list[tf.Tensor]]:
             result = compute(index)
             if self.packing is None:
-                self.packing = Packing(
-                    [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in result.summed]
-                )
+                specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in result.summed]
+                self.packing = Packing(specs, BUCKET_BYTES)
             return self.packing.pack(result.summed), result.compared, result.pieces
 
         walk = DeviceWalk(compute_leaf.get_concrete_function())
@@ -182,9 +181,15 @@ class LeafSum:
     def _unpack_on_device(self, packed: Buckets) -> list[tf.Tensor]:
         """Unpacks the sums on one device.
 
-        The graph of each device begins with a function that TensorFlow does not look into. If it
-        saw that the sums were computed on the first device, it would simplify what that device does
-        with them in another way, and the devices would drift apart.
+        What a device does with a sum begins with a function that is on this device and not inlined,
+        on the device that computed the sum, too. Otherwise ``tf.clip_by_global_norm``, which places
+        its products next to the gradients, would place those of all devices on that one. Grappler
+        reorders the products of gradient, clipping factor and learning rate if all are on one
+        device (the stage MinimizeBroadcasts of its arithmetic optimizer), and not if they are on
+        two. So the devices would round differently, and drift apart.
+
+        Everything else that one device computes for others is exact: states of random generators,
+        numbers of steps, flags.
         """
         assert self.packing is not None
         return self.packing.unpack([hidden_identity(bucket) for bucket in packed])

@@ -41,7 +41,7 @@ class Packing:
         buckets: the buckets
     """
 
-    def __init__(self, specs: Sequence[tf.TensorSpec], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, specs: Sequence[tf.TensorSpec], bucket_bytes: int) -> None:
         """Assigns tensors to buckets, in their order.
 
         Args:
