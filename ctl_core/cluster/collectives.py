@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from ctl_core.types import Count, PerReplica, Structure
 
-
 # The number of logical replicas of the run that is built or trained; None without the setting.
 _logical_replicas: int | None = None
 
