@@ -522,7 +522,10 @@ class _Builder:
         """Returns the variables that a graph writes, except random generators and metrics."""
         recording = self.recording
         metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
-        ignored = {id(unwrap(v)) for v in (*recording.generators, *metrics)}
+        generators = recording.generators
+        if self.config.logical_replicas is not None:  # which get the states of a logical replica
+            generators += recording.tf_generators
+        ignored = {id(unwrap(v)) for v in (*generators, *metrics)}
         max_stretch = {
             id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
             for layer in recording.layers

@@ -121,10 +121,7 @@ class Recording:
     @contextlib.contextmanager
     def _listen(self) -> Iterator[None]:
         def create(make: Callable[..., tf.Variable], **values: Any) -> tf.Variable:
-            adds_up = (
-                values.get("synchronization") == tf.VariableSynchronization.ON_READ
-                or values.get("aggregation") == tf.VariableAggregation.SUM
-            )
+            adds_up = values.get("aggregation") == tf.VariableAggregation.SUM
             if self._unifies:
                 values["synchronization"] = tf.VariableSynchronization.AUTO
                 values["aggregation"] = tf.VariableAggregation.NONE
