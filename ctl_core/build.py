@@ -537,10 +537,11 @@ class _Builder:
             if id(variable) in ignored:
                 continue
             is_sum = is_summed(variable)
+            has_replicas = self.strategy.num_replicas_in_sync > 1
             if self.config.logical_replicas is not None:
                 is_sum = id(variable) in recording.summed
+                has_replicas = True  # a run on one device can be resumed on several
             is_shared = id(variable) not in max_stretch and not is_sum
-            has_replicas = self.strategy.num_replicas_in_sync > 1
             if is_shared and has_replicas and variable.dtype == tf.string:
                 raise self.hooks.create_model.reject(
                     f"the forward pass writes {name_variable(variable)}, a variable of dtype "

@@ -56,14 +56,18 @@ def record_nothing() -> Iterator[None]:
 
 
 class Recording:
-    """The variables, layers and random generators that were created, in order of creation."""
+    """The variables, layers and random generators that were created, in order of creation.
+
+    Attributes:
+        summed: the ids of the variables that were created to add up over replicas
+    """
 
     def __init__(self, unifies: bool = False) -> None:
         """Prepares a recording.
 
         Args:
             unifies: whether every variable is created with one value for all replicas, even if it
-                adds up over them, and is written without an exchange: see ``summed``
+                should add up over them, and is written without an exchange
         """
         self.summed: set[int] = set()
         self._unifies = unifies
@@ -153,7 +157,9 @@ class Recording:
         self._variables.append((name, weakref.ref(variable, lambda _: self._drop(identity))))
 
     def _drop(self, identity: int) -> None:
-        self._known.discard(identity)  # another object may get the same id
+        # Another object may get the same id.
+        self._known.discard(identity)
+        self.summed.discard(identity)
 
     def add_model(self, hook: str, model: Model) -> None:
         """Records the layers and variables of a Keras model, wherever it was created."""
