@@ -22,16 +22,17 @@ import tensorflow as tf
 from ctl_core import compat
 from ctl_core.cluster.collectives import distribute
 from ctl_core.cluster.replica_contexts import enter_logical_replica
-from ctl_core.input.batches import Share, find_fixed_start, find_start, take_batch_rows
+from ctl_core.input.batches import Share, find_fixed_start, find_start, take_batch_rows, take_rows
 from ctl_core.model.components import Components, StepContext
 from ctl_core.model.forward import forward_backward
 from ctl_core.numerics.packing import BUCKET_BYTES, Packing
 from ctl_core.numerics.randomness import derive_generator_states
-from ctl_core.numerics.reduction import Contribution, encode_for_sum, join
+from ctl_core.numerics.reduction import Contribution, encode_for_sum
 from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
 from ctl_core.numerics.variables import name_variable
 from ctl_core.run.errors import SetupError
 from ctl_core.types import (
+    AnyTensor,
     Batch,
     Count,
     GradientsByObjective,
@@ -77,7 +78,7 @@ class LeafResult(NamedTuple):
 
     summed: list[tf.Tensor]
     compared: list[tf.Tensor]
-    pieces: list[tf.Tensor]
+    pieces: list[AnyTensor]
 
 
 class DeviceResult(NamedTuple):
@@ -87,13 +88,14 @@ class DeviceResult(NamedTuple):
         roots: for each root the buckets of its sum; placeholders where other devices have more
         compared: the values of the first logical replica that have to be equal on all of them
         are_equal: whether the other logical replicas of the device have the same values, bools
-        pieces: those of all logical replicas of the device, joined
+        pieces: those of each logical replica of the device; then some without rows, if other
+            devices have more logical replicas
     """
 
     roots: list[Buckets]
     compared: list[tf.Tensor]
     are_equal: list[tf.Tensor]
-    pieces: list[tf.Tensor]
+    pieces: list[list[AnyTensor]]
 
 
 class LeafSum:
@@ -126,7 +128,7 @@ class LeafSum:
             input_signature=[tf.TensorSpec([], tf.int32)],
             experimental_attributes=_NOT_INLINED,
         )
-        def compute_leaf(index: tf.Tensor) -> tuple[Buckets, list[tf.Tensor], list[tf.Tensor]]:
+        def compute_leaf(index: tf.Tensor) -> tuple[Buckets, list[tf.Tensor], list[AnyTensor]]:
             result = compute(index)
             if self.packing is None:
                 specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in result.summed]
@@ -141,11 +143,14 @@ class LeafSum:
         # All replicas of a strategy have to return the same structure.
         while len(roots) < self._most_roots:
             roots.append([tf.zeros([0], bucket.dtype) for bucket in roots[0]])
+        pieces = [[make_vector(piece) for piece in leaf_pieces] for leaf_pieces in walk.pieces]
+        while len(pieces) < max(map(len, self._ranges)):
+            pieces.append([take_rows(piece, 0, 0) for piece in pieces[0]])
         return DeviceResult(
             roots,
             walk.compared[0],
             [are_all_equal(values) for values in zip(*walk.compared, strict=True)],
-            [join(*pieces) for pieces in zip(*walk.pieces, strict=True)],
+            pieces,
         )
 
     def finish(
@@ -209,7 +214,7 @@ class DeviceWalk:
     def __init__(self, function: tf.types.experimental.ConcreteFunction) -> None:
         """``function`` returns the fields of a ``LeafResult``, the first of them packed."""
         self.compared: list[list[tf.Tensor]] = []
-        self.pieces: list[list[tf.Tensor]] = []
+        self.pieces: list[list[AnyTensor]] = []
         self._function = function
         self._last: list[tf.Tensor] = []
 
@@ -310,8 +315,13 @@ class LogicalReplicas:
         self.are_equal = self._compare_devices(result)
         self._run(self._assign_written, before, differences)
         loss, gradients, weight = summed
-        pieces = tf.nest.pack_sequence_as(self._piece_structure, result.pieces)
-        contribution = Contribution(loss, gradients, weight, *pieces)
+        output: list[Structure] = []
+        batch: list[Structure] = []
+        for leaf_pieces in result.pieces:
+            leaf_output, leaf_batch = tf.nest.pack_sequence_as(self._piece_structure, leaf_pieces)
+            output += leaf_output
+            batch += leaf_batch
+        contribution = Contribution(loss, gradients, weight, output, batch)
         return contribution, Contribution(loss, gradients, weight, [], []), self._variables
 
     def _run_device(
@@ -409,6 +419,13 @@ def take_leaf(batch: Batch, examples: int, index: tf.Tensor, leaves: int, first_
     rows = find_start(index + 1, examples, leaves) - first
     taken = take_batch_rows(batch, first - first_row, rows)
     return Share(taken, rows, None, tf.constant(examples))
+
+
+def make_vector(piece: AnyTensor) -> AnyTensor:
+    """Returns a scalar as a vector of one element, and any other tensor as it is."""
+    if piece.shape.rank == 0:
+        return tf.reshape(piece, [1])
+    return piece
 
 
 def check_gradients(
