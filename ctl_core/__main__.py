@@ -22,6 +22,7 @@ from typing import Any
 from ctl_core.run.errors import CtlError, PeerLost, format_error
 
 try:
+    from ctl_core.checkpoint.logical_replicas import settle_logical_replicas
     from ctl_core.checkpoint.source import find_start
     from ctl_core.cluster import background, supervisor
     from ctl_core.cluster.signals import INTERRUPTED
@@ -143,7 +144,7 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
     task = Task()
     if is_training:
         # Reports a wrong fork or init_from before TensorFlow is imported.
-        find_start(config)
+        config = settle_logical_replicas(config, find_start(config))
         task = read_task(config)
     if task.kind == "ps":
         print("ps: gradients are summed between the workers; no parameter server is needed.")

@@ -54,6 +54,12 @@ from ctl_core.model.forward import (
     forward_backward,
     run_model,
 )
+from ctl_core.model.logical_limits import (
+    refuse_components,
+    refuse_data,
+    refuse_hooks,
+    refuse_layers,
+)
 from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
 from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.model.state import State
@@ -136,7 +142,9 @@ class _Builder:
     strategy: tf.distribute.Strategy
     cluster: Cluster
     console: Console
-    recording: Recording = dataclasses.field(default_factory=Recording)
+
+    def __post_init__(self) -> None:
+        self.recording: Recording = Recording(unifies=self.config.logical_replicas is not None)
 
     def build(self) -> State:
         """Returns the state of a run that has not started."""
@@ -144,6 +152,9 @@ class _Builder:
         recording = self.recording
         data = self._create_input()
         shape = data.shape
+        if config.logical_replicas is not None:
+            refuse_hooks(self.hooks)
+            refuse_data(self.hooks, shape.by_rows, data.reader is not None)
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
@@ -201,6 +212,8 @@ class _Builder:
                 assign_rate=assign_rate,
                 update_average=average.update if average else None,
             )
+            if config.logical_replicas is not None:
+                refuse_components(self.hooks, optimizer, traced.logged, precisions)
             self._trace_update(components)
             with recording.record_as("create_metrics"):
                 evaluation = create_evaluation(components, config, recording)
@@ -210,6 +223,8 @@ class _Builder:
             self._finish_initial_weights(forward.train_model, loaded)
         _ = ckpt.save_counter  # TensorFlow creates it when it is first asked for: not on replicas
         recording.fix()
+        if config.logical_replicas is not None:
+            components.generators.variables += [*recording.generators, *recording.tf_generators]
         compiles_steps = choose_compilation(components, data) is Compilation.STEP
         data.begin(count_batches(data.dataset) if compiles_steps else 0)
         return State(
@@ -231,7 +246,19 @@ class _Builder:
         """Creates the training data."""
         config = self.config
         replicas = self.strategy.num_replicas_in_sync
-        shape = BatchShape(config.batch_size, replicas, config.accumulate_steps)
+        if config.logical_replicas is not None and self.run.task.processes > 1:
+            raise SetupError("logical_replicas: trains in one process; leave it out in a cluster.")
+        if config.logical_replicas is not None and replicas > config.logical_replicas:
+            raise SetupError(
+                f"logical_replicas: {config.logical_replicas} cannot be shared out over {replicas} "
+                "devices; take at most as many devices."
+            )
+        shape = BatchShape(
+            config.batch_size,
+            replicas,
+            config.accumulate_steps,
+            logical_replicas=config.logical_replicas,
+        )
         with self.recording.record_as("create_dataset"):
             self.data = Input(self.hooks, config, self.strategy, shape)
         refuse_shared_caches(self.hooks.create_dataset, self.data.dataset, self.cluster)
@@ -349,6 +376,8 @@ class _Builder:
             weights = trainable_variables(forward.train_model)
         operations = list(compat.add_called_ops(graph.get_operations()))
         refuse_scaled_losses(self.hooks, operations)
+        if self.config.logical_replicas is not None:
+            refuse_layers(self.hooks, recording.layers)
         if self.config.accumulate_steps > 1:
             refuse_exchanges(self.hooks, operations)
         variables = self._collect_variables(objectives, weights)
@@ -429,7 +458,10 @@ class _Builder:
         """Returns the variables that a graph writes, except random generators and metrics."""
         recording = self.recording
         metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
-        ignored = {id(unwrap(v)) for v in (*recording.generators, *metrics)}
+        generators = recording.generators
+        if self.config.logical_replicas is not None:  # which get the states of a logical replica
+            generators += recording.tf_generators
+        ignored = {id(unwrap(v)) for v in (*generators, *metrics)}
         max_stretch = {
             id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
             for layer in recording.layers
@@ -440,8 +472,12 @@ class _Builder:
         for variable in recording.find_written(graph, self.strategy):
             if id(variable) in ignored:
                 continue
-            is_shared = id(variable) not in max_stretch and not is_summed(variable)
+            is_sum = is_summed(variable)
             has_replicas = self.strategy.num_replicas_in_sync > 1
+            if self.config.logical_replicas is not None:
+                is_sum = id(variable) in recording.summed
+                has_replicas = True  # a run on one device can be resumed on several
+            is_shared = id(variable) not in max_stretch and not is_sum
             if is_shared and has_replicas and variable.dtype == tf.string:
                 raise self.hooks.create_model.reject(
                     f"the forward pass writes {name_variable(variable)}, a variable of dtype "

@@ -23,9 +23,11 @@ from ctl_core.hooks.recording import read_flags
 from ctl_core.input.stream import Input
 from ctl_core.model.components import Compilation, Components, StepContext, TraceContext
 from ctl_core.model.failures import check_numerics
+from ctl_core.model.logical_replicas import list_compared
 from ctl_core.model.state import State
 from ctl_core.numerics.not_finite import FiniteFlags, combine_flags
 from ctl_core.numerics.reduction import PIECES, join_for_host
+from ctl_core.run.errors import RunError
 from ctl_core.step import GlobalBatch, StepResult, refuse_to_compile, strip_objective, train_step
 from ctl_core.types import Batch, BatchSpec, Count, PerReplica, Structure
 
@@ -67,7 +69,8 @@ class CallResult(NamedTuple):
         unused: the values of the other replicas, of values that are equal on all of them. They are
             returned although nobody uses them: TensorFlow would rewrite arithmetic whose result
             nobody asks for. It rounds differently, so the replicas' variables would drift apart.
-        flags: bool[steps, 2], see ``combine_flags``
+        flags: bool[steps, 2 + n]: for each step those of ``combine_flags``, and for each variable
+            of ``list_compared`` whether it is equal on all logical replicas
     """
 
     pieces: dict[str, list[Structure]]
@@ -145,13 +148,34 @@ class StepFunctions:
             if steps > 1:
                 self.take_steps(steps - 1)
             result = function()
-        self.flags.append(result.flags.numpy())
+        flags = result.flags.numpy()
+        self._check_equal(flags[:, 2:])
+        self.flags.append(flags[:, :2])
         values: StepValues = dict(result.values)
         for name, pieces in result.pieces.items():
             values[name] = tf.nest.map_structure(join_for_host, *pieces)
         if "variables" in fetches:
             values["variables"] = self._variables[self._frozen]
         return values
+
+    def _check_equal(self, flags: np.ndarray) -> None:
+        """Checks that logical replicas wrote the same values to variables.
+
+        Args:
+            flags: for each step of a call, and each variable of ``list_compared``, whether they did
+
+        Raises:
+            RunError: they did not; the message names the first step and variable.
+        """
+        if flags.all():
+            return
+        row, column = np.argwhere(~flags)[0]
+        step = self._state.step - len(flags) + 1 + int(row)
+        raise RunError(
+            f"logical_replicas: in step {step}, the forward pass writes different values to "
+            f"{list_compared(self._state.components)[column]} on different logical replicas; write "
+            "what is equal on all of them, or leave out logical_replicas."
+        )
 
     def trace(self, fetches: frozenset[str] = frozenset()) -> GraphFunction:
         """Returns the concrete function for the layers that are frozen now, traced if need be.
@@ -176,7 +200,7 @@ class TracedStep(NamedTuple):
     """The results of a traced step.
 
     Attributes:
-        flags: bool[2], see ``combine_flags``
+        flags: bool[2 + n], see ``CallResult``
         values: the fetched values by name, as ``strategy.run`` returns them
     """
 
@@ -230,7 +254,10 @@ class StepTracer:
         for update_flags in result.flags:
             loss_flags, gradient_flags = map(local_results, update_flags)
             flags += map(FiniteFlags, loss_flags, gradient_flags)
-        return combine_flags(flags)
+        combined = combine_flags(flags)
+        if not result.are_equal:
+            return combined
+        return tf.concat([combined, tf.stack(result.are_equal)], 0)
 
 
 class LoopState(NamedTuple):
@@ -238,7 +265,7 @@ class LoopState(NamedTuple):
 
     Attributes:
         done: the number of steps that were taken, an int32 scalar
-        flags: bool[2] for each step
+        flags: bool[2 + n] for each step, see ``CallResult``
         values: the fetched values of the last step
     """
 
@@ -261,7 +288,7 @@ def define_loop(tracer: StepTracer, fetches: frozenset[str]) -> GraphFunction:
         done, flags, values = tf.while_loop(
             lambda done, *_: done < steps,
             partial(take_next, step_variable.read_value(), steps),
-            LoopState(tf.constant(0), _create_flags(steps), no_values),
+            LoopState(tf.constant(0), _create_flags(tracer, steps), no_values),
         )
         # Counted afterwards, so that steps of a call that fails are not counted.
         step_variable.assign_add(tf.cast(done, tf.int64))
@@ -322,7 +349,7 @@ def _define_compiled_steps(tracer: StepTracer, fetches: frozenset[str]) -> Graph
         _, flags, values = tf.while_loop(
             lambda done, *_: done < steps,
             take_next,
-            LoopState(tf.constant(0), _create_flags(tracer.data.unit), no_values),
+            LoopState(tf.constant(0), _create_flags(tracer, tracer.data.unit), no_values),
         )
         return flags.stack(), values
 
@@ -369,9 +396,10 @@ def _list_pieces(
             )
 
 
-def _create_flags(steps: Count) -> tf.TensorArray:
+def _create_flags(tracer: StepTracer, steps: Count) -> tf.TensorArray:
     """Returns an empty array for the flags of a number of steps."""
-    return tf.TensorArray(tf.bool, steps, element_shape=[2])
+    compared = list_compared(tracer.context.components)
+    return tf.TensorArray(tf.bool, steps, element_shape=[2 + len(compared)])
 
 
 def _create_no_values(tracer: StepTracer, fetches: frozenset[str]) -> StepValues:

@@ -16,10 +16,11 @@ import tensorflow as tf
 
 from ctl_core import compat
 from ctl_core.cluster.collectives import place_rows, replica_id
-from ctl_core.cluster.replica_contexts import forbid_exchanges, weigh_by_rows
+from ctl_core.cluster.replica_contexts import enter_logical_replica, forbid_exchanges, weigh_by_rows
 from ctl_core.input.batches import Share
 from ctl_core.model.components import SINGLE_OBJECTIVE, Compilation, StepContext
 from ctl_core.model.forward import call_made, forward_backward, read_written, settle_written
+from ctl_core.model.logical_replicas import BETWEEN_STEPS, UPDATE, LogicalReplicas
 from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import FiniteFlags, are_finite, are_losses_finite, are_numbers
 from ctl_core.numerics.reduction import PIECES, Contribution
@@ -84,6 +85,8 @@ class StepResult(NamedTuple):
         output: of the last update, a list with an entry for each micro-batch; empty if nobody asks
         batch: likewise
         flags: a ``FiniteFlags`` for each update
+        are_equal: for each variable of ``list_compared``: whether it is equal on all logical
+            replicas
     """
 
     loss: dict[str, PerReplica]
@@ -94,6 +97,7 @@ class StepResult(NamedTuple):
     output: list[PerReplica]
     batch: list[PerReplica]
     flags: list[FiniteFlags]
+    are_equal: list[tf.Tensor]
 
     def fetch(self, names: frozenset[str]) -> dict[str, Structure]:
         """Returns the values of these names, each by objective if there are several objectives.
@@ -154,21 +158,30 @@ def update_once(
 ) -> StepResult:
     """Makes one update on a global batch."""
     replicas = Replicas(context)
+    are_equal: list[tf.Tensor] = []
     update_pre = context.hooks.update_pre
     kept = frozenset(PIECES) & {*fetches, *update_pre.arguments}
     needs_loss = "loss" in fetches or "loss" in update_pre.arguments
 
-    contribution, variables = compute_contribution(context, replicas, global_batch, kept)
-    summed = replicas.run(partial(reduce_over_replicas, context, needs_loss), contribution)
-    updates = replicas.run(
-        lambda contribution, summed: call_update_pre(
-            context, global_batch.examples, variables, contribution, summed
-        ),
-        contribution,
-        summed,
-    )
+    if context.components.shape.logical_replicas is None:
+        contribution, variables = compute_contribution(context, replicas, global_batch, kept)
+        summed = replicas.run(partial(reduce_over_replicas, context, needs_loss), contribution)
+        call = partial(call_update_pre, context, global_batch.examples, variables)
+    else:
+        computation = LogicalReplicas(context, replicas.run)
+        assert isinstance(global_batch.examples, int)
+        contribution, summed, variables = computation.compute(
+            global_batch.deal(0), global_batch.examples, kept
+        )
+        call = partial(
+            _call_update_pre_alike, context, computation, global_batch.examples, variables
+        )
+        are_equal = computation.are_equal
+    updates = replicas.run(call, contribution, summed)
     flags = replicas.run(partial(note_flags, context), contribution, summed)
     apply_updates(context, replicas, variables, summed, updates)
+    if context.components.shape.logical_replicas is not None:
+        replicas.run(partial(computation.states.assign, BETWEEN_STEPS))
     return StepResult(
         loss=summed.loss,
         gradients=summed.gradients,
@@ -178,7 +191,22 @@ def update_once(
         output=contribution.output,
         batch=contribution.batch,
         flags=[flags],
+        are_equal=are_equal,
     )
+
+
+def _call_update_pre_alike(
+    context: StepContext,
+    computation: LogicalReplicas,
+    examples: Count,
+    variables: VariablesByObjective,
+    contribution: Contribution,
+    summed: Contribution,
+) -> Updates:
+    """Calls ``update_pre`` as logical replica 0 on each device, with the same random numbers."""
+    with enter_logical_replica(0, context.components.shape.shares):
+        computation.states.assign(UPDATE)
+        return call_update_pre(context, examples, variables, contribution, summed)
 
 
 class Replicas:

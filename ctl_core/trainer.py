@@ -182,7 +182,8 @@ class Trainer:
         self._console.say(describe_start(self.state, self.start, self._schedule.last))
         if going_on and self.start == 0:
             self._console.say(f"the model has {count_parameters(self.state)}.")
-            if self.state.components.shape.replicas > 1:
+            shape = self.state.components.shape
+            if shape.replicas > 1 and shape.logical_replicas is None:
                 # The comparisons before training do not find every loss of this kind.
                 self._console.say(CHECK_ADVICE)
 
@@ -402,6 +403,12 @@ class Trainer:
         except HookFailed as error:
             raise SetupError(str(error)) from error.__cause__
         random_ops = find_random_ops(graph)
+        if random_ops and state.config.logical_replicas is not None:
+            raise SetupError(
+                f"logical_replicas: a hook or the model draws random numbers with "
+                f"{', '.join(random_ops)}, whose state is not that of a logical replica: use a "
+                "keras.random.SeedGenerator, or tf.random.stateless_*."
+            )
         if random_ops:
             self._console.warn(
                 f"a hook or the model draws random numbers with {', '.join(random_ops)}, whose "

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.checkpoint.finite import FiniteWeights
@@ -109,9 +110,12 @@ class Checkpoints:
         self._generators = [*state.recording.generators, *state.recording.tf_generators]
         saved_variables = [*self._created.values(), *self._named]
         sums = [variable for variable in saved_variables if is_summed(variable)]
-        self.statistics = MovingStatistics(
-            state.recording.layers, state.strategy, [*self._generators, *sums]
-        )
+        layers = state.recording.layers
+        differing_variables = [*self._generators, *sums]
+        if state.config.logical_replicas is not None:  # all devices have the same values
+            layers = []
+            differing_variables = []
+        self.statistics = MovingStatistics(layers, state.strategy, differing_variables)
         differing = set(map(id, self._generators))
         differing.update(map(id, filter(is_summed, variables.values())))
         self._divergence = Divergence(
@@ -244,6 +248,9 @@ class Checkpoints:
             progress=dataclasses.asdict(state.progress),  # a copy, since hooks run meanwhile
             learnt=self._vocabularies.learnt,
             settings=self._settings,
+            logical_replicas=state.config.logical_replicas,
+            intra_op_threads=state.config.intra_op_threads,
+            generators=[state.tolist() for state in state.components.generators.initial_states],
         )
         position: list[tf.Tensor] = []
         if self._cluster.task.chief:  # all processes read the same data, so one position is enough
@@ -330,12 +337,17 @@ class Checkpoints:
             raise SetupError(_explain_none_whole(folder, source))
         if with_input and self._cluster.task.chief:
             sweep(self._folder)
-        if with_input:
+        generators = self._state.components.generators
+        if record is not None and record.generators:
+            generators.initial_states = [np.array(state) for state in record.generators]
+        else:
+            generators.initial_states = [state.numpy() for state in generators.variables]
+        if with_input and self._state.config.logical_replicas is None:
             fold_in_replica_id(
                 self._state.recording.generators, self._state.strategy, self._cluster.task
             )
-            if record is not None:
-                self._finish_restoring(folder, record)
+        if with_input and record is not None:
+            self._finish_restoring(folder, record)
         return record
 
     def _finish_restoring(self, folder: Path, record: Record) -> None:

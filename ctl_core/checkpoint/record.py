@@ -52,6 +52,9 @@ class Record:
         learnt: the values that preprocessing layers have learned, see vocabularies.py
         settings: the settings of the run, as the text of its config.yaml; empty in a record of 1.0
         sizes: the result of ``measure_files``; empty in a record of 1.0
+        logical_replicas: the setting
+        intra_op_threads: the threads of an op, if the run fixes their number
+        generators: the initial states of random generators, if there are logical replicas
         format: the ``FORMAT`` of the engine that wrote the record
         engine: the version of that engine
     """
@@ -70,6 +73,9 @@ class Record:
     )
     settings: str = ""
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    logical_replicas: int | None = None
+    intra_op_threads: int | None = None
+    generators: list[list[int]] = dataclasses.field(default_factory=list)
     format: int = FORMAT
     engine: str = __version__
 

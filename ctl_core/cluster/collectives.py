@@ -14,6 +14,9 @@ import tensorflow as tf
 
 from ctl_core.types import Count, PerReplica, Structure
 
+# The number of logical replicas of the run that is built or trained; None without the setting.
+_logical_replicas: int | None = None
+
 
 class _Thread(threading.local):
     """The state of a thread: each replica is traced in its own."""
@@ -44,8 +47,26 @@ def _find_shared_context() -> tf.distribute.ReplicaContext | None:
     return context
 
 
+@contextlib.contextmanager
+def count_logical_replicas(replicas: int | None) -> Iterator[None]:
+    """Temporarily makes ``num_replicas`` return a number of logical replicas, in every thread.
+
+    Args:
+        replicas: the number; None: replicas are those of ``tf.distribute``
+    """
+    global _logical_replicas
+    before = _logical_replicas
+    _logical_replicas = replicas
+    try:
+        yield
+    finally:
+        _logical_replicas = before
+
+
 def num_replicas() -> int:
-    """Returns the number of replicas, over all processes."""
+    """Returns the number of replicas, over all processes; with logical replicas that of these."""
+    if _logical_replicas is not None:
+        return _logical_replicas
     context = tf.distribute.get_replica_context() or tf.distribute.get_strategy()
     return context.num_replicas_in_sync  # type: ignore[no-any-return]
 

@@ -21,6 +21,11 @@ from ctl_core.types import Count, Gradient, PerReplica, Structure, UserObject
 # Hooks are converted by AutoGraph, and so is every method that they call, unless it is marked.
 do_not_convert = tf.autograph.experimental.do_not_convert
 
+NO_EXCHANGE = (
+    "logical_replicas: replicas cannot exchange values (all_reduce, all_gather, synchronized batch "
+    "normalization), because a device computes them one after another; leave one of the two out"
+)
+
 Options: TypeAlias = tf.distribute.experimental.CommunicationOptions | None
 
 
@@ -192,6 +197,66 @@ class RowWeighted(InnerContext):
         return tf.nest.map_structure(cut, value, gathered)
 
 
+class LogicalReplica(InnerContext):
+    """A context in which a device computes one of its logical replicas.
+
+    For hooks the logical replica is the replica: they see its index and the number of all. For
+    variables the device is the replica, because they find their component by ``_replica_id``.
+
+    Raises:
+        ValueError: something is exchanged.
+    """
+
+    def __init__(self, outer: tf.distribute.ReplicaContext, index: Count, replicas: int) -> None:
+        """Enters nothing yet; see ``enter_logical_replica``."""
+        super().__init__(outer)
+        self._index = index
+        self._replicas = replicas
+
+    @property
+    def replica_id_in_sync_group(self) -> tf.Tensor:
+        """The index of the logical replica, an int32 scalar."""
+        return tf.convert_to_tensor(self._index)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of logical replicas."""
+        return self._replicas
+
+    @do_not_convert
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PerReplica:
+        """Refuses the exchange."""
+        raise ValueError(NO_EXCHANGE)
+
+    @do_not_convert
+    def all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
+    ) -> Structure:
+        """Refuses the exchange."""
+        raise ValueError(NO_EXCHANGE)
+
+    @do_not_convert
+    def all_gather(self, value: Structure, axis: int, options: Options = None) -> Structure:
+        """Refuses the exchange."""
+        raise ValueError(NO_EXCHANGE)
+
+
+def enter_logical_replica(index: Count, replicas: int) -> contextlib.AbstractContextManager[None]:
+    """Enters ``LogicalReplica`` on a device.
+
+    Args:
+        index: of the logical replica
+        replicas: the number of logical replicas
+    """
+    context = tf.distribute.get_replica_context()
+    return enter_replica_context(LogicalReplica(context, index, replicas))
+
+
 def weigh_by_rows(
     rows: Count, present: tf.Tensor | None, rows_of_all: tf.Tensor | None = None
 ) -> contextlib.AbstractContextManager[None]:
@@ -202,6 +267,8 @@ def weigh_by_rows(
     """
     context = tf.distribute.get_replica_context()
     if rows is None or context is None or context.num_replicas_in_sync == 1:
+        return contextlib.nullcontext()
+    if isinstance(context, LogicalReplica):  # which exchanges nothing
         return contextlib.nullcontext()
     return enter_replica_context(RowWeighted(context, rows, present, rows_of_all))
 

@@ -49,6 +49,8 @@ def prepare(config: Config) -> Task:
         PeerLost: the cluster cannot be joined.
     """
     task = read_task(config)
+    if config.intra_op_threads is not None:
+        _fix_threads(config.intra_op_threads)
     # In a notebook, TensorFlow may have started already, and its GPUs be divided; then the devices
     # stay as they are. With fewer virtual devices than replicas, replicas share a device.
     with contextlib.suppress(RuntimeError, ValueError):
@@ -58,6 +60,23 @@ def prepare(config: Config) -> Task:
     if task.processes > 1:
         _join_cluster(task, config.virtual_devices)
     return task
+
+
+def _fix_threads(threads: int) -> None:
+    """Fixes the number of threads of an op, which decides in which order kernels add up.
+
+    Raises:
+        SetupError: TensorFlow has started with another number.
+    """
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+    except RuntimeError:
+        started_with = tf.config.threading.get_intra_op_parallelism_threads()
+        if (started_with or os.cpu_count()) != threads:
+            raise SetupError(
+                f"intra_op_threads: TensorFlow has started with {started_with or os.cpu_count()} "
+                f"threads, and the run needs {threads}; restart Python and train first."
+            ) from None
 
 
 def _choose_gpus(task: Task, virtual_devices: int) -> None:

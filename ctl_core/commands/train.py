@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ctl_core.build import create_state
+from ctl_core.checkpoint.logical_replicas import settle_logical_replicas
+from ctl_core.checkpoint.source import find_start
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import find_task
 from ctl_core.cluster.sync import join_peers
@@ -48,6 +50,7 @@ def train(
     task = find_task(config)
     hooks_file = read_hooks_file(callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []
+    config = settle_logical_replicas(config, find_start(config))
     run = Run(config, task, note, listeners=[*listeners, *named])
     console = Console(shown=task.chief and not is_stdout(run.path / "train.log"))
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up

@@ -22,7 +22,7 @@ from ctl_core.cluster.collectives import (
     find_offset_in_share,
     place_rows,
 )
-from ctl_core.cluster.replica_contexts import weigh_by_rows
+from ctl_core.cluster.replica_contexts import enter_logical_replica, weigh_by_rows
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.compat import (
     add_called_ops,
@@ -49,12 +49,19 @@ from ctl_core.input.readers import open_reader
 from ctl_core.model.components import Components, ForwardContext, TraceContext
 from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
+from ctl_core.model.logical_replicas import (
+    EVALUATION,
+    DeviceResult,
+    GeneratorStates,
+    LeafResult,
+    LeafSum,
+)
 from ctl_core.model.metrics import read_results, update_if, update_metrics
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.variables import unwrap
 from ctl_core.run.settings import Config
 from ctl_core.schedule import StepsPerCall
-from ctl_core.types import Batch, BatchSpec, GraphFunction
+from ctl_core.types import Batch, BatchSpec, GraphFunction, PerReplica
 
 # The name of the evaluation data if ``create_eval_dataset`` returns no dict.
 SINGLE_SET = ""
@@ -77,6 +84,8 @@ class EvaluationSet:
         exchanges: whether replicas exchange values while they evaluate a batch
         run_steps: evaluates batches, see ``define_run_steps``; None before it is traced
         copies: of the variables that the evaluation writes; None before it is traced
+        batches: counts the batches, if there are logical replicas
+        written: the other variables that logical replicas write
         names: the names of the metrics' values, once the metrics are built
     """
 
@@ -88,11 +97,20 @@ class EvaluationSet:
     exchanges: bool = False
     run_steps: GraphFunction | None = None
     copies: ReplicaCopies | None = None
+    batches: keras.metrics.Metric | None = None
+    written: list[tf.Variable] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def accumulators(self) -> list[keras.Metric]:
         """The metrics and sums that are reset before each evaluation."""
+        if self.batches is None:
+            return self.sums
+        return [*self.sums, self.batches]
+
+    @property
+    def sums(self) -> list[keras.Metric]:
+        """The metrics and sums that logical replicas add to."""
         return [*self.metrics.values(), self.total, self.examples]
 
 
@@ -143,7 +161,16 @@ class Evaluation:
         self._frozen = frozen
         for evaluation_set in self.sets.values():
             evaluation_set.exchanges = False
+            evaluation_set.written = []
             graph = self._trace_set(evaluation_set)
+            # Only a trace tells what else logical replicas write, each of which starts alike.
+            if self._components.shape.logical_replicas is not None:
+                self._refuse_states(evaluation_set)
+                generators = set(map(id, self._components.generators.variables))
+                written = self._list_written(graph)
+                evaluation_set.written = [v for v in written if id(v) not in generators]
+                if evaluation_set.written:
+                    graph = self._trace_set(evaluation_set)
             # Only a trace tells whether hooks or layers exchange values between replicas. If they
             # do, every step has to ask first whether each process has a batch.
             if _has_collectives(graph):
@@ -161,10 +188,27 @@ class Evaluation:
 
         Metrics keep their values, so that hooks can read them after the evaluation.
         """
-        strategy = self._components.strategy
+        return ReplicaCopies(self._components.strategy, self._list_written(graph))
+
+    def _list_written(self, graph: tf.Graph) -> list[tf.Variable]:
+        """Returns the variables that an evaluation writes, without those of metrics."""
         passing = {id(variable) for variable in self.list_passing_variables()}
-        written = self._recording.find_written(graph, strategy)
-        return ReplicaCopies(strategy, [v for v in written if id(v) not in passing])
+        written = self._recording.find_written(graph, self._components.strategy)
+        return [variable for variable in written if id(variable) not in passing]
+
+    def _refuse_states(self, evaluation_set: EvaluationSet) -> None:
+        """Refuses metrics whose state does not start at 0, and so is no sum.
+
+        Raises:
+            SetupError: there is one; the message names it.
+        """
+        for name, metric in evaluation_set.metrics.items():
+            metric.reset_state()
+            if any(np.any(np.asarray(variable) != 0) for variable in metric.variables):
+                raise self._components.hooks.create_metrics.reject(
+                    f"the state of the metric '{name}' does not start at 0, so logical replicas "
+                    "cannot add it up; leave out the metric or logical_replicas."
+                )
 
     def evaluate(self, sync: Sync = lambda status: status) -> dict[str, float] | None:
         """Evaluates each set of evaluation data once.
@@ -307,7 +351,10 @@ class EvaluationData:
         total = keras.metrics.Sum("loss", dtype="float64")
         examples = keras.metrics.Sum("examples", dtype="float64")
         metrics = self._components.hooks.create_metrics()
-        return EvaluationSet(make, dataset.element_spec, metrics, total, examples)
+        batches = None
+        if self._components.shape.logical_replicas is not None:
+            batches = keras.metrics.Sum("batches", dtype="int64")
+        return EvaluationSet(make, dataset.element_spec, metrics, total, examples, batches=batches)
 
     def _prepare(self, hook: Hook, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns one pass over a dataset in global batches.
@@ -401,6 +448,9 @@ class EvaluationStep:
         return strategy.experimental_local_results(count)[0] == self._components.shape.replicas
 
     def _add_global_batch(self, batch: Batch, digest: tf.Tensor) -> EvaluationProgress:
+        if self._components.shape.logical_replicas is not None:
+            self._add_logical_replicas(batch)
+            return EvaluationProgress(tf.constant(True), digest)
         strategy = self._components.strategy
         first = find_first_replica(strategy)
         shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
@@ -409,6 +459,67 @@ class EvaluationStep:
             with tf.device("CPU:0"):
                 digest = add_to_digest(digest, batch)
         return EvaluationProgress(tf.constant(True), digest)
+
+    def _add_logical_replicas(self, batch: Batch) -> None:
+        """Adds the shares of all logical replicas, along the same tree on any devices."""
+        components = self._components
+        strategy = components.strategy
+        leaf_sum = LeafSum(components.shape.shares, components.shape.replicas)
+        sums = [unwrap(variable) for metric in self._set.sums for variable in metric.variables]
+
+        def run_device(batch: Batch) -> tuple[DeviceResult, list[tf.Tensor]]:
+            context = tf.distribute.get_replica_context()
+            device = int(tf.get_static_value(context.replica_id_in_sync_group))
+            before = [variable.read_value() for variable in sums]
+            return leaf_sum.compute(device, self._define_leaf(batch, sums)), before
+
+        def finish(before: list[tf.Tensor], totals: list[tf.Tensor]) -> None:
+            for variable, value, total in zip(sums, before, totals, strict=True):
+                variable.assign(value + total)
+            assert self._set.batches is not None
+            self._set.batches.update_state(1)
+
+        result, before = strategy.run(run_device, args=(batch,))
+
+        def run(function: Callable[..., Any], *values: PerReplica) -> PerReplica:
+            return strategy.run(function, args=values)
+
+        totals = leaf_sum.finish(strategy, run, result.roots)
+        strategy.run(finish, args=(before, totals))
+
+    def _define_leaf(
+        self, batch: Batch, sums: list[tf.Variable]
+    ) -> Callable[[tf.Tensor], LeafResult]:
+        """Returns the function that computes a logical replica's share of a batch on a device.
+
+        Args:
+            batch: the global batch
+            sums: the variables of metrics, which are 0 before each logical replica
+        """
+        components = self._components
+        leaves = components.shape.shares
+        written = self._set.written
+        values_before = [variable.read_value() for variable in written]
+        assert self._set.batches is not None
+        number = self._set.batches.result()
+        step = components.step_variable.read_value()
+        states = GeneratorStates(components, EVALUATION, step, number)
+
+        def compute(index: tf.Tensor) -> LeafResult:
+            with enter_logical_replica(index, leaves):
+                states.assign(index)
+                for variable in sums:
+                    variable.assign(tf.zeros_like(variable))
+                for variable, value in zip(written, values_before, strict=True):
+                    variable.assign(value)
+                share = take_share(batch, count_rows(batch), index, leaves, leaves)
+                self._add_share(*share)
+                results = [variable.read_value() for variable in sums]
+                for variable, value in zip(written, values_before, strict=True):
+                    variable.assign(value)
+            return LeafResult(results, [], [])
+
+        return compute
 
     def _take_share(self, batch: Batch, replica: int) -> Share:
         """Returns the share of a replica; a batch that is a share already goes to the first one."""

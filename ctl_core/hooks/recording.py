@@ -56,9 +56,21 @@ def record_nothing() -> Iterator[None]:
 
 
 class Recording:
-    """The variables, layers and random generators that were created, in order of creation."""
+    """The variables, layers and random generators that were created, in order of creation.
 
-    def __init__(self) -> None:
+    Attributes:
+        summed: the ids of the variables that were created to add up over replicas
+    """
+
+    def __init__(self, unifies: bool = False) -> None:
+        """Prepares a recording.
+
+        Args:
+            unifies: whether every variable is created with one value for all replicas, even if it
+                should add up over them, and is written without an exchange
+        """
+        self.summed: set[int] = set()
+        self._unifies = unifies
         self._variables: list[tuple[str, weakref.ref[Any]]] = []
         self._layers: list[weakref.ref[Any]] = []
         self._known: set[int] = set()
@@ -113,7 +125,13 @@ class Recording:
     @contextlib.contextmanager
     def _listen(self) -> Iterator[None]:
         def create(make: Callable[..., tf.Variable], **values: Any) -> tf.Variable:
+            adds_up = values.get("aggregation") == tf.VariableAggregation.SUM
+            if self._unifies:
+                values["synchronization"] = tf.VariableSynchronization.AUTO
+                values["aggregation"] = tf.VariableAggregation.NONE
             variable = make(**values)
+            if adds_up:
+                self.summed.add(id(variable))
             self.add(variable)
             return variable
 
@@ -139,7 +157,9 @@ class Recording:
         self._variables.append((name, weakref.ref(variable, lambda _: self._drop(identity))))
 
     def _drop(self, identity: int) -> None:
-        self._known.discard(identity)  # another object may get the same id
+        # Another object may get the same id.
+        self._known.discard(identity)
+        self.summed.discard(identity)
 
     def add_model(self, hook: str, model: Model) -> None:
         """Records the layers and variables of a Keras model, wherever it was created."""

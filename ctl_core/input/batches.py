@@ -25,16 +25,21 @@ class BatchShape:
         accumulate_steps: the number of micro-batches, A
         by_rows: whether a share is some rows of the global batch; otherwise it is an element of the
             dataset, see sharing.py
+        logical_replicas: the number of logical replicas, V, which take the shares instead of
+            replicas and micro-batches; None without the setting
     """
 
     batch: int
     replicas: int
     accumulate_steps: int
     by_rows: bool = True
+    logical_replicas: int | None = None
 
     @property
     def shares(self) -> int:
-        """The number of shares in a global batch, N x A."""
+        """The number of shares in a global batch: N x A, or V."""
+        if self.logical_replicas is not None:
+            return self.logical_replicas
         return self.replicas * self.accumulate_steps
 
     @property
@@ -91,6 +96,11 @@ class Share(NamedTuple):
 def find_start(share: Count, examples: Count, shares: int) -> tf.Tensor:
     """Returns the first row of a share; shares with one more row come first."""
     return share * (examples // shares) + tf.minimum(share, examples % shares)
+
+
+def find_fixed_start(share: int, examples: int, shares: int) -> int:
+    """Returns the same as ``find_start``, for fixed numbers."""
+    return share * (examples // shares) + min(share, examples % shares)
 
 
 def take_share(

@@ -5,6 +5,7 @@ replicas are taken in the graph. How elements become batches and shares is decid
 the hooks are called in data_hooks.py.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from ctl_core.input.batches import (
     count_rows,
     distribute_shares,
     find_first_replica,
+    find_fixed_start,
+    take_batch_rows,
 )
 from ctl_core.input.data_hooks import DataHooks, HookedData
 from ctl_core.input.prefetch import StackedBatches, read_ahead
@@ -31,6 +34,7 @@ from ctl_core.input.sharing import (
     is_contradiction,
     read_count,
 )
+from ctl_core.numerics.summation_tree import split_leaves
 from ctl_core.run.errors import SetupError
 from ctl_core.run.settings import Config
 from ctl_core.types import Batch, Count
@@ -82,9 +86,7 @@ class Input:
             self._data_hooks, hooks, shape, config.keeps_last_batch
         )
         self._reader = data.reader
-        self.shape = BatchShape(
-            shape.batch, shape.replicas, shape.accumulate_steps, self._sharing.by_rows
-        )
+        self.shape = dataclasses.replace(shape, by_rows=self._sharing.by_rows)
         self.hook: Hook = data.hook
         self.is_stream = data.is_stream
         self.is_endless = (
@@ -127,10 +129,22 @@ class Input:
             self._drawn.assign_add(tf.cast(examples, tf.int64))
 
         def deal(micro_batch: Count) -> Share:
+            if self.shape.logical_replicas is not None:
+                return self._deal_to_logical_replicas(batch)
             shares = self._sharing.take_shares(batch, examples, micro_batch, replicas, self._read)
             return distribute_shares(self._strategy, shares)
 
         return deal, examples
+
+    def _deal_to_logical_replicas(self, batch: Batch) -> Share:
+        """Returns for each device the rows of all of its logical replicas."""
+        leaves = self.shape.shares
+        shares = []
+        for device_leaves in split_leaves(leaves, self.shape.replicas):
+            first = find_fixed_start(device_leaves.start, self.shape.batch, leaves)
+            end = find_fixed_start(device_leaves.stop, self.shape.batch, leaves)
+            shares.append(Share(take_batch_rows(batch, first, end - first)))
+        return distribute_shares(self._strategy, shares)
 
     def _read(self) -> Batch:
         element = next(self.iterator)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook, Hooks
@@ -47,6 +48,19 @@ class WrittenVariable:
     variable: tf.Variable
     max_stretch: float | None
     is_shared: bool
+
+
+@dataclasses.dataclass
+class Generators:
+    """The random generators of a run with logical replicas.
+
+    Attributes:
+        variables: their states; empty without logical replicas
+        initial_states: the values of the states when the run began, once that is known
+    """
+
+    variables: list[tf.Variable] = dataclasses.field(default_factory=list)
+    initial_states: list[np.ndarray] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +121,7 @@ class Components(ForwardComponents):
         loss_scale: multiplies objectives in float16; otherwise None
         assign_rate: assigns ``lr`` for a step; None without a schedule
         update_average: moves the average of the weights after an update; None without ``ema``
+        generators: the random generators, which are set for each logical replica
     """
 
     optimizer: Optimizer | dict[str, Optimizer]
@@ -120,6 +135,7 @@ class Components(ForwardComponents):
     loss_scale: LossScale | None
     assign_rate: Callable[[tf.Tensor], None] | None
     update_average: Callable[[], None] | None
+    generators: Generators = dataclasses.field(default_factory=Generators)
 
     def list_logged_metrics(self) -> dict[str, keras.Metric]:
         """Returns the metrics of training, including the means of the loss's parts, by name."""

@@ -65,6 +65,15 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
         anomaly = describe_anomaly(error, hooks, functions.list_operations())
         if anomaly is not None:
             raise errors.RunError(f"step {step + 1}: {anomaly}.") from error
+        is_logical = state.components.shape.logical_replicas is not None
+        if is_logical and isinstance(error, tf.errors.CancelledError):
+            # The function of a logical replica failed. TensorFlow then ends the other devices, and
+            # the device itself, which wait for each other's sums, before the function returns why.
+            raise errors.RunError(
+                f"a device failed after step {step}, and TensorFlow does not tell why if there are "
+                "several; train on one device (--strategy one_device), which takes the same steps "
+                "and names the hook."
+            ) from error
         raise errors.RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
 
 

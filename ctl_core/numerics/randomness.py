@@ -5,7 +5,7 @@ Every replica would draw the same numbers (Keras pull request 20612).
 """
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,12 @@ import tensorflow as tf
 from ctl_core.cluster.task import Task
 from ctl_core.compat import draw_from, get_seed_generator, keep_op_seed
 from ctl_core.numerics.variables import unwrap
+from ctl_core.types import Count
 
 # The difference between the seeds of neighboring replicas: a number by which seeds rarely differ.
 _STRIDE = 1_000_003
+# Distinguishes the seeds of ``derive_generator_states`` from those that hooks compute from a step.
+_TAG = 0x6C6F676963616C
 
 
 def fold_in_replica_id(
@@ -40,6 +43,38 @@ def fold_in_replica_id(
         first_replica = task.index * len(components)
         for replica, component in enumerate(components, start=first_replica):
             component.assign(first_state + tf.constant([replica * _STRIDE, 0], component.dtype))
+
+
+def derive_generator_states(
+    initial_states: Sequence[np.ndarray], purpose: int, step: Count, turn: Count, replicas: int
+) -> tf.Tensor:
+    """Returns the states of random generators in a step, for each logical replica.
+
+    They are a function of the arguments alone, so they do not depend on the number of devices.
+    Generators with equal initial states get equal states, as generators with equal seeds do.
+
+    Args:
+        initial_states: the state of each generator when the run began, an integer vector
+        purpose: 0 for training, 1 for an evaluation
+        step: the number of the step, or of the step that is evaluated
+        turn: the index of the turn, or the number of the batch in an evaluation
+        replicas: the number of logical replicas
+
+    Returns:
+        int64[replicas + 2, generators, length]: the states for each logical replica, and two more
+        for what all devices do alike. A state that is shorter than the longest one ends with
+        numbers to be left out.
+    """
+    length = max(len(state) for state in initial_states)
+    initial = np.stack([np.resize(state, length).astype("int64") for state in initial_states])
+    seed = tf.stack([tf.cast(step, tf.int64), 2 * tf.cast(turn, tf.int64) + purpose])
+    # With a fixed algorithm, a seed has the same numbers on CPUs and GPUs.
+    numbers = tf.random.stateless_uniform(
+        [replicas + 2, 1, length],
+        tf.bitwise.bitwise_xor(seed, tf.constant(_TAG, tf.int64)),
+        minval=None, maxval=None, dtype=tf.int64, alg="philox",
+    )  # fmt: skip
+    return tf.bitwise.bitwise_xor(numbers, tf.constant(initial))
 
 
 def find_drawing_layers(layers: list[keras.Layer], drawn: Collection[int]) -> list[str]:

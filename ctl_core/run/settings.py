@@ -95,6 +95,12 @@ class Config:
     overfit_batches: Count = declare(0, "train on the first N global batches alone, over and over")
     batch_size: Number = declare(64, "global batch size, shared out over the replicas")
     accumulate_steps: Number = declare(1, "micro-batches of an update, to save memory, not time")
+    logical_replicas: Number | None = declare(
+        None, "shares of a batch: the same bits on any number of devices; slower"
+    )
+    intra_op_threads: Number | None = declare(
+        None, "threads of an op; null: all cores, or TensorFlow's choice"
+    )
     last_batch: Literal["drop", "keep"] = declare("drop", "keep: a pass ends in a smaller batch")
     precision: _Precision = declare("float32", "what Keras layers compute in; weights: float32")
     jit_compile: bool = declare(False, "compile the step with XLA")
@@ -154,6 +160,35 @@ class Config:
                 "detect_anomaly: needs --no-jit-compile, which makes one op of all, and another "
                 "precision than float16, whose loss scale makes gradients infinite now and then."
             )
+
+        if self.logical_replicas is not None:
+            problem = self._find_problem_of_logical_replicas()
+            if problem is not None:
+                raise SetupError(f"logical_replicas: {problem}")
+
+    def _find_problem_of_logical_replicas(self) -> str | None:
+        """Returns which setting cannot be combined with ``logical_replicas``, and what to do."""
+        if self.logical_replicas is not None and self.logical_replicas > self.batch_size:
+            return (
+                f"{self.logical_replicas} replicas cannot share a batch of {self.batch_size}; take "
+                "at most batch_size."
+            )
+        if self.accumulate_steps > 1:
+            return (
+                f"leave out accumulate_steps, which is {self.accumulate_steps}: a device already "
+                "computes its logical replicas one after another."
+            )
+        if self.jit_compile:
+            return "leave out jit_compile: XLA would add up in another order."
+        if self.workers > 1 or self.strategy == "multi_worker":
+            return "trains in one process; leave out workers and the strategy multi_worker."
+        if self.precision == "float16":
+            return "cannot go with precision float16 and its loss scale; take bfloat16."
+        if self.keeps_last_batch:
+            return "cannot go with last_batch: keep; leave that out."
+        if self.ema is not None:
+            return "cannot go with ema; leave one of the two out."
+        return None
 
     @field_validator("*", mode="before")
     @classmethod

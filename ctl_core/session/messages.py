@@ -33,7 +33,8 @@ def describe_start(state: State, start: int, last: int) -> str:
         return f"{run}: at step {start} of {last}, nothing left to train; more steps let it go on."
     beginning = f"resuming at step {start}" if start else "training"
     nature = ""
-    if state.components.shape.replicas > 1:
+    shape = state.components.shape
+    if shape.replicas > 1 and shape.logical_replicas is None:
         nature = describe_nature(state.recording.layers, state.components.drawing_layers)
     return (
         f"{run}: {beginning}, to step {last}, {_describe_batch(state)}, {_describe_devices(state)}."
@@ -44,6 +45,9 @@ def describe_start(state: State, start: int, last: int) -> str:
 def _describe_batch(state: State) -> str:
     """Returns ``batch size 64``, or ``batch size 64 in 4 micro-batches``."""
     text = f"batch size {state.config.batch_size}"
+    logical_replicas = state.config.logical_replicas
+    if logical_replicas is not None:
+        text += f" in {logical_replicas} logical replicas"
     micro_batches = state.config.accumulate_steps
     if micro_batches > 1:
         text += f" in {micro_batches} micro-batches"

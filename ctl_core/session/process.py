@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core import compat
+from ctl_core.cluster.collectives import count_logical_replicas
 from ctl_core.hooks.recording import record_nothing
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.run.settings import Config
@@ -43,6 +44,7 @@ def leave_run() -> Iterator[None]:
             compat.name_anew(),
             compat.keep_op_determinism(),
             record_nothing(),
+            count_logical_replicas(None),
         ):
             yield
     finally:
@@ -62,7 +64,11 @@ def prepare_process(config: Config) -> Iterator[None]:
         if config.precision != "float32":
             keras.config.set_dtype_policy(f"mixed_{config.precision}")
         compat.keep_large_sums_whole()
-        if config.deterministic:
+        if config.deterministic or config.logical_replicas is not None:
             tf.config.experimental.enable_op_determinism()
-        with compat.separate_losses(), compat.convert_variables():
+        with (
+            compat.separate_losses(),
+            compat.convert_variables(),
+            count_logical_replicas(config.logical_replicas),
+        ):
             yield

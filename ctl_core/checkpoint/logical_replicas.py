@@ -1,0 +1,73 @@
+"""Takes the settings that decide the bits of a run from its record, before TensorFlow starts.
+
+A kernel of a CPU adds up in another order with another number of threads. So a run with logical
+replicas has one number of threads from its first start on, on each machine.
+"""
+
+import dataclasses
+import os
+
+from ctl_core.checkpoint.record import Damaged, Record, read_record
+from ctl_core.checkpoint.source import Source
+from ctl_core.run.errors import SetupError
+from ctl_core.run.files import relative_path
+from ctl_core.run.settings import Config
+
+
+def settle_logical_replicas(config: Config, source: Source | None) -> Config:
+    """Returns the settings with the logical replicas, and the threads, that the run has.
+
+    Args:
+        config: the settings
+        source: the checkpoint that the run starts from; None if it starts from scratch
+
+    Raises:
+        SetupError: the run was begun with other logical replicas, or with other threads.
+    """
+    record = _read_newest(source)
+    if record is not None and source is not None and source.setting == "run_name":
+        config = _take_from_record(config, record, relative_path(source.run))
+    if config.logical_replicas is None or config.intra_op_threads is not None:
+        return config
+    return dataclasses.replace(config, intra_op_threads=os.cpu_count() or 1)
+
+
+def _read_newest(source: Source | None) -> Record | None:
+    """Returns the newest record that can be read; None if there is none."""
+    if source is None:
+        return None
+    for step in source.find_steps():
+        try:
+            return read_record(source.folder, step)
+        except Damaged:
+            continue
+    return None
+
+
+def _take_from_record(config: Config, record: Record, run: str) -> Config:
+    """Returns the settings of a run that is resumed.
+
+    Raises:
+        SetupError: a setting differs from the record.
+    """
+    if config.logical_replicas not in (None, record.logical_replicas):
+        began = "without"
+        if record.logical_replicas is not None:
+            began = f"with {record.logical_replicas}"
+        raise SetupError(
+            f"logical_replicas: {run} began {began}, not with {config.logical_replicas}; leave the "
+            f"setting out, or begin a new run from this one: --fork {run}."
+        )
+    if record.logical_replicas is None:
+        return config
+    if config.intra_op_threads not in (None, record.intra_op_threads):
+        raise SetupError(
+            f"intra_op_threads: {run} began with {record.intra_op_threads}, not with "
+            f"{config.intra_op_threads}, which would change its bits; leave the setting out, or "
+            f"begin a new run from this one: --fork {run}."
+        )
+    return dataclasses.replace(
+        config,
+        logical_replicas=record.logical_replicas,
+        intra_op_threads=record.intra_op_threads,
+    )

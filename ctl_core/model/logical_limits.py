@@ -1,0 +1,100 @@
+"""Refuses hooks and layers that logical replicas cannot have, or do not support yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import keras
+
+from ctl_core.hooks.hooks import Hooks
+from ctl_core.hooks.optimizer_groups import OptimizerGroups
+from ctl_core.numerics.reduction import PIECES
+from ctl_core.run.errors import SetupError
+from ctl_core.types import UserObject
+
+_CURE = "leave out logical_replicas"
+
+
+def refuse_hooks(hooks: Hooks) -> None:
+    """Refuses hooks that cannot be combined with logical replicas.
+
+    Raises:
+        SetupError: there is one; the message names it and the reason.
+    """
+    if hooks.turns:
+        raise SetupError(f"turns: {_CURE}, which does not support objectives in turns yet.")
+    if hooks.batch_weight is not None:
+        raise hooks.batch_weight.reject(f"{_CURE}, which does not support this hook yet.")
+    if not hooks.create_train_metrics.is_default:
+        raise hooks.create_train_metrics.reject(f"{_CURE}, which does not support this hook yet.")
+    pieces = [name for name in PIECES if name in hooks.update_pre.arguments]
+    if pieces:
+        raise hooks.update_pre.reject(
+            f"takes {' and '.join(pieces)}, of which each device has another part; with "
+            "logical_replicas, an update may depend on sums only: leave that out."
+        )
+
+
+def refuse_data(hooks: Hooks, by_rows: bool, has_reader: bool) -> None:
+    """Refuses data that cannot be combined with logical replicas.
+
+    Args:
+        hooks: of the run
+        by_rows: whether shares are rows of a batch
+        has_reader: whether the data are read by a reader in Python
+
+    Raises:
+        SetupError: there are such data.
+    """
+    if not by_rows:
+        raise hooks.count_examples.reject(
+            f"{_CURE}, which does not support examples that are no rows yet."
+        )
+    if has_reader:
+        raise hooks.create_dataset.reject(f"{_CURE}, which does not support readers yet.")
+
+
+def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:
+    """Refuses layers that cannot be combined with logical replicas.
+
+    Raises:
+        SetupError: there is one; the message names it and the reason.
+    """
+    for layer in layers:
+        name = f"{type(layer).__name__} '{layer.name}'"
+        if getattr(layer, "stateful", False):
+            raise hooks.create_model.reject(
+                f"{name} is stateful: its rows would have to be on the same logical replica in "
+                "each step; leave out stateful=True or logical_replicas."
+            )
+        if getattr(layer, "synchronized", False):
+            raise hooks.create_model.reject(
+                f"{name} is synchronized, which needs all replicas at the same moment, while a "
+                "device computes logical replicas one after another; leave out one of the two."
+            )
+
+
+def refuse_components(
+    hooks: Hooks, optimizer: UserObject, logged: Collection[str], precisions: Collection[str]
+) -> None:
+    """Refuses other results of hooks that cannot be combined with logical replicas.
+
+    Args:
+        hooks: of the run
+        optimizer: returned by ``create_opt``
+        logged: the names of the logged parts of the loss
+        precisions: the dtypes lower than float32 in which layers compute
+
+    Raises:
+        SetupError: there is one; the message names it and the reason.
+    """
+    if isinstance(optimizer, dict | OptimizerGroups):
+        raise hooks.create_opt.reject(f"{_CURE}, which does not support several optimizers yet.")
+    if logged:
+        raise hooks.grad_pre.reject(
+            f"{_CURE}, which does not support logged parts of the loss yet ({', '.join(logged)})."
+        )
+    if "float16" in precisions:
+        raise hooks.create_model.reject(
+            f"has layers in float16; {_CURE}, which does not support their loss scale yet."
+        )

@@ -1,0 +1,473 @@
+"""A step of logical replicas: the same bits on any number of devices.
+
+A global batch has V shares, one for each logical replica. A device computes a contiguous range of
+them, one after another, and adds up what they contribute along the tree of
+numerics/summation_tree.py. The roots of all devices are then sent to one device, which finishes the
+tree and sends back the sums.
+
+A logical replica is a function of the graph that TensorFlow does not inline. So it is simplified by
+itself, in the same way on each device and whatever is around it; a model that is inlined next to
+other ops could be simplified in another way, and round differently. For the same reason, additions
+are functions of their own: TensorFlow folds those that it can see into AddN, which adds up in
+another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from ctl_core import compat
+from ctl_core.cluster.collectives import distribute
+from ctl_core.cluster.replica_contexts import enter_logical_replica
+from ctl_core.input.batches import Share, find_fixed_start, find_start, take_batch_rows, take_rows
+from ctl_core.model.components import Components, StepContext
+from ctl_core.model.forward import forward_backward
+from ctl_core.numerics.packing import BUCKET_BYTES, Packing
+from ctl_core.numerics.randomness import derive_generator_states
+from ctl_core.numerics.reduction import Contribution, encode_for_sum
+from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
+from ctl_core.numerics.variables import name_variable
+from ctl_core.run.errors import SetupError
+from ctl_core.types import (
+    AnyTensor,
+    Batch,
+    Count,
+    GradientsByObjective,
+    PerReplica,
+    Structure,
+    VariablesByObjective,
+)
+
+# The purpose of random numbers, see ``derive_generator_states``; and what is no logical replica.
+TRAINING = 0
+EVALUATION = 1
+UPDATE = -1
+BETWEEN_STEPS = -2
+
+Run = Callable[..., PerReplica]
+# The sums of a subtree, packed into buckets.
+Buckets = list[tf.Tensor]
+
+_NOT_INLINED = {"_noinline": True}
+
+
+def _add(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    return left + right
+
+
+hidden_add = tf.function(_add, autograph=False, experimental_attributes=_NOT_INLINED)
+hidden_identity = tf.function(tf.identity, autograph=False, experimental_attributes=_NOT_INLINED)
+
+
+def add_buckets(left: Buckets, right: Buckets) -> Buckets:
+    """Adds the buckets of two subtrees, in functions that TensorFlow does not look into."""
+    return [hidden_add(*pair) for pair in zip(left, right, strict=True)]
+
+
+class LeafResult(NamedTuple):
+    """The results of one logical replica.
+
+    Attributes:
+        summed: the tensors that are added up over all logical replicas
+        compared: the values that have to be equal on all of them
+        pieces: the tensors, dense or not, that host hooks are passed of each logical replica
+    """
+
+    summed: list[tf.Tensor]
+    compared: list[tf.Tensor]
+    pieces: list[AnyTensor]
+
+
+class DeviceResult(NamedTuple):
+    """The results of the logical replicas of one device.
+
+    Attributes:
+        roots: for each root the buckets of its sum; placeholders where other devices have more
+        compared: the values of the first logical replica that have to be equal on all of them
+        are_equal: whether the other logical replicas of the device have the same values, bools
+        pieces: those of each logical replica of the device; then some without rows, if other
+            devices have more logical replicas
+    """
+
+    roots: list[Buckets]
+    compared: list[tf.Tensor]
+    are_equal: list[tf.Tensor]
+    pieces: list[list[AnyTensor]]
+
+
+class LeafSum:
+    """Computes the logical replicas, which are the leaves of the tree, and adds them up.
+
+    Attributes:
+        packing: how the summed tensors are packed; known once the first device is traced
+    """
+
+    def __init__(self, leaves: int, devices: int) -> None:
+        self.packing: Packing | None = None
+        self._leaves = leaves
+        self._ranges = split_leaves(leaves, devices)
+        self._most_roots = max(len(list_roots(leaves, leaves_)) for leaves_ in self._ranges)
+
+    def get_leaves(self, device: int) -> range:
+        """Returns the logical replicas of a device."""
+        return self._ranges[device]
+
+    def compute(self, device: int, compute: Callable[[tf.Tensor], LeafResult]) -> DeviceResult:
+        """Computes the logical replicas of one device.
+
+        Args:
+            device: the number of the device
+            compute: computes the logical replica of an index, an int32 scalar
+        """
+
+        @tf.function(
+            autograph=False,
+            input_signature=[tf.TensorSpec([], tf.int32)],
+            experimental_attributes=_NOT_INLINED,
+        )
+        def compute_leaf(index: tf.Tensor) -> tuple[Buckets, list[tf.Tensor], list[AnyTensor]]:
+            result = compute(index)
+            if self.packing is None:
+                specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in result.summed]
+                self.packing = Packing(specs, BUCKET_BYTES)
+            return self.packing.pack(result.summed), result.compared, result.pieces
+
+        walk = DeviceWalk(compute_leaf.get_concrete_function())
+        roots = [
+            add_up(root, walk.compute_leaf, walk.add)
+            for root in list_roots(self._leaves, self._ranges[device])
+        ]
+        # All replicas of a strategy have to return the same structure.
+        while len(roots) < self._most_roots:
+            roots.append([tf.zeros([0], bucket.dtype) for bucket in roots[0]])
+        pieces = [[make_vector(piece) for piece in leaf_pieces] for leaf_pieces in walk.pieces]
+        while len(pieces) < max(map(len, self._ranges)):
+            pieces.append([take_rows(piece, 0, 0) for piece in pieces[0]])
+        return DeviceResult(
+            roots,
+            walk.compared[0],
+            [are_all_equal(values) for values in zip(*walk.compared, strict=True)],
+            pieces,
+        )
+
+    def finish(
+        self, strategy: tf.distribute.Strategy, run: Run, roots: list[list[PerReplica]]
+    ) -> list[PerReplica]:
+        """Finishes the tree; returns the sums on each device.
+
+        Each bucket is finished on one device, and the devices take turns. A device receives the
+        roots of its next bucket when its last one is finished, so that it holds those of one bucket
+        at a time.
+
+        Args:
+            strategy: whose devices compute
+            run: calls a function on each device, with that device's values
+            roots: the roots of all devices, see ``DeviceResult``
+        """
+        local_results = strategy.experimental_local_results
+        devices = strategy.extended.worker_devices
+        totals: list[tf.Tensor] = []
+        for bucket in range(len(roots[0])):
+            last_total = totals[bucket - len(devices) :][:1] if bucket >= len(devices) else []
+            known: dict[Subtree, tf.Tensor] = {}
+            for device, device_leaves in enumerate(self._ranges):
+                with tf.device(devices[device]), tf.control_dependencies(last_total):
+                    for index, root in enumerate(list_roots(self._leaves, device_leaves)):
+                        value = local_results(roots[index][bucket])[device]
+                        known[root] = hidden_identity(value) if last_total else value
+            with tf.device(devices[bucket % len(devices)]):
+                totals.append(add_up(Subtree(0, self._leaves), known.get, hidden_add))
+        packed = [distribute(strategy, [total] * len(devices)) for total in totals]
+        return run(self._unpack_on_device, packed)  # type: ignore[no-any-return]
+
+    def _unpack_on_device(self, packed: Buckets) -> list[tf.Tensor]:
+        """Unpacks the sums on one device.
+
+        What a device does with a sum begins with a function that is on this device and not inlined,
+        on the device that computed the sum, too. Otherwise ``tf.clip_by_global_norm``, which places
+        its products next to the gradients, would place those of all devices on that one. Grappler
+        reorders the products of gradient, clipping factor and learning rate if all are on one
+        device (the stage MinimizeBroadcasts of its arithmetic optimizer), and not if they are on
+        two. So the devices would round differently, and drift apart.
+
+        Everything else that one device computes for others is exact: states of random generators,
+        numbers of steps, flags.
+        """
+        assert self.packing is not None
+        return self.packing.unpack([hidden_identity(bucket) for bucket in packed])
+
+
+class DeviceWalk:
+    """Computes the logical replicas of a device, in their order, and adds them up meanwhile.
+
+    Each call waits for the one before it. So the device has the activations of one logical replica
+    at a time, and one sum for each level of the tree.
+
+    Attributes:
+        compared: for each logical replica so far its values that have to be equal
+        pieces: for each logical replica so far its pieces
+    """
+
+    def __init__(self, function: tf.types.experimental.ConcreteFunction) -> None:
+        """``function`` returns the fields of a ``LeafResult``, the first of them packed."""
+        self.compared: list[list[tf.Tensor]] = []
+        self.pieces: list[list[AnyTensor]] = []
+        self._function = function
+        self._last: list[tf.Tensor] = []
+
+    def compute_leaf(self, subtree: Subtree) -> Buckets | None:
+        """Returns the buckets of a logical replica; None for a larger subtree."""
+        if subtree.size > 1:
+            return None
+        # If the index were a constant, TensorFlow could simplify each call in another way.
+        index = tf.compat.v1.placeholder_with_default(subtree.start, [])
+        with tf.control_dependencies(self._last):
+            buckets, compared, pieces = self._function(index)
+        self.compared.append(compared)
+        self.pieces.append(pieces)
+        self._last = buckets
+        return buckets  # type: ignore[no-any-return]
+
+    def add(self, left: Buckets, right: Buckets) -> Buckets:
+        """Adds the sums of two subtrees."""
+        self._last = add_buckets(left, right)
+        return self._last
+
+
+class GeneratorStates:
+    """The states of the random generators in a step, or in the evaluation of a batch."""
+
+    def __init__(self, components: Components, purpose: int, step: Count, turn: Count) -> None:
+        """Derives the states; see ``derive_generator_states`` for the arguments."""
+        self._variables = components.generators.variables
+        self._initial_states = components.generators.initial_states
+        if self._variables:
+            with tf.device("CPU:0"):
+                self._states = derive_generator_states(
+                    self._initial_states, purpose, step, turn, components.shape.shares
+                )
+
+    def assign(self, index: Count) -> None:
+        """Sets all generators for a logical replica, or for ``UPDATE`` or ``BETWEEN_STEPS``."""
+        if not self._variables:
+            return
+        # As in a Python list, the states of negative numbers are at the end.
+        states = tf.gather(self._states, index % self._states.shape[0])
+        for number, variable in enumerate(self._variables):
+            state = states[number, : len(self._initial_states[number])]
+            variable.assign(tf.cast(state, variable.dtype))
+
+
+class LogicalReplicas:
+    """Computes an update of logical replicas: forward and backward passes, and their sum.
+
+    Attributes:
+        states: the states of the random generators in the update
+        are_equal: for each variable that has to have one value on all logical replicas after they
+            have run: whether it has, a bool scalar; known once they are computed
+    """
+
+    def __init__(self, context: StepContext, run: Run) -> None:
+        """Prepares an update.
+
+        Args:
+            context: of the step
+            run: calls a function on each device, with that device's values
+        """
+        self._context = context
+        self._components: Components = context.components
+        self._run = run
+        shape = self._components.shape
+        assert context.step is not None
+        self.states = GeneratorStates(self._components, TRAINING, context.step, context.turn or 0)
+        self.are_equal: list[tf.Tensor] = []
+        self._sum = LeafSum(shape.shares, shape.replicas)
+        self._variables: VariablesByObjective = {}
+        self._structure: Structure = None
+        self._piece_structure: Structure = None
+
+    def compute(
+        self, share: Share, examples: int, kept: frozenset[str]
+    ) -> tuple[Contribution, Contribution, VariablesByObjective]:
+        """Computes all logical replicas.
+
+        Args:
+            share: for each device the rows of its logical replicas
+            examples: the number of examples in the global batch
+            kept: which of ``output`` and ``batch`` are needed afterwards
+
+        Returns:
+            The outputs and batches of each device; the losses and gradients, summed; and by
+            objective the variables of the gradients.
+        """
+        strategy = self._components.strategy
+
+        def run_on_device(share: Share) -> tuple[DeviceResult, list[tf.Tensor]]:
+            return self._run_device(share.batch, examples, kept)
+
+        result, before = self._run(run_on_device, share)
+        totals = self._sum.finish(strategy, self._run, result.roots)
+        differences = totals[len(totals) - len(before) :]
+        summed = tf.nest.pack_sequence_as(self._structure, totals[: len(totals) - len(before)])
+        self.are_equal = self._compare_devices(result)
+        self._run(self._assign_written, before, differences)
+        loss, gradients, weight = summed
+        output: list[Structure] = []
+        batch: list[Structure] = []
+        for leaf_pieces in result.pieces:
+            leaf_output, leaf_batch = tf.nest.pack_sequence_as(self._piece_structure, leaf_pieces)
+            output += leaf_output
+            batch += leaf_batch
+        contribution = Contribution(loss, gradients, weight, output, batch)
+        return contribution, Contribution(loss, gradients, weight, [], []), self._variables
+
+    def _run_device(
+        self, batch: Batch, examples: int, kept: frozenset[str]
+    ) -> tuple[DeviceResult, list[tf.Tensor]]:
+        """Computes the logical replicas of one device.
+
+        Also returns the values before them of the variables whose changes are added up.
+        """
+        context = tf.distribute.get_replica_context()
+        device = int(tf.get_static_value(context.replica_id_in_sync_group))
+        written = self._components.written
+        before = [entry.variable.read_value() for entry in written]
+        leaves = self._components.shape.shares
+        first_leaf = self._sum.get_leaves(device).start
+        first_row = find_fixed_start(first_leaf, examples, leaves)
+
+        def compute(index: tf.Tensor) -> LeafResult:
+            with (
+                enter_logical_replica(index, leaves),
+                compat.mute_other_summaries(self._context.step, index),
+            ):
+                self.states.assign(index)
+                for entry, value in zip(written, before, strict=True):
+                    entry.variable.assign(value)
+                share = take_leaf(batch, examples, index, leaves, first_row)
+                contribution, variables = forward_backward(self._context, examples, kept, share)
+                gradients = check_gradients(contribution.gradients, variables)
+                contribution = contribution._replace(gradients=gradients)
+                self._variables = variables
+                return self._collect(contribution, share, before, examples)
+
+        result = self._sum.compute(device, compute)
+        pairs = zip(written, before, strict=True)
+        return result, [value for entry, value in pairs if not entry.is_shared]
+
+    def _collect(
+        self, contribution: Contribution, share: Share, before: list[tf.Tensor], examples: int
+    ) -> LeafResult:
+        """Returns what a logical replica contributes, after it has run."""
+        self._structure = (contribution.loss, contribution.gradients, contribution.weight)
+        self._piece_structure = (contribution.output, contribution.batch)
+        rows = share.rows
+        if rows is None:
+            rows = examples // self._components.shape.shares
+        share_of_rows = tf.cast(rows, tf.float32) / tf.cast(examples, tf.float32)
+        differences = []
+        compared = []
+        for written, value in zip(self._components.written, before, strict=True):
+            after = written.variable.read_value()
+            if written.is_shared:
+                compared.append(after)
+                continue
+            difference = after - value
+            if written.max_stretch is not None:  # a moving statistic, of which the mean is taken
+                difference *= tf.cast(share_of_rows, difference.dtype)
+            differences.append(difference)
+        return LeafResult(
+            [*tf.nest.flatten(self._structure), *differences],
+            compared,
+            tf.nest.flatten(self._piece_structure),
+        )
+
+    def _assign_written(self, before: list[tf.Tensor], differences: list[tf.Tensor]) -> None:
+        """Assigns on one device what all logical replicas together have added to variables."""
+        added = [written for written in self._components.written if not written.is_shared]
+        for written, value, difference in zip(added, before, differences, strict=True):
+            written.variable.assign(value + difference)
+
+    def _compare_devices(self, result: DeviceResult) -> list[tf.Tensor]:
+        """Returns for each compared variable whether all devices have the same value."""
+        strategy = self._components.strategy
+        local_results = strategy.experimental_local_results
+        with tf.device(strategy.extended.worker_devices[0]):
+            return [
+                tf.reduce_all([are_all_equal(local_results(values)), *local_results(are_equal)])
+                for values, are_equal in zip(result.compared, result.are_equal, strict=True)
+            ]
+
+
+def take_leaf(batch: Batch, examples: int, index: tf.Tensor, leaves: int, first_row: int) -> Share:
+    """Returns the rows of a logical replica out of those of its device.
+
+    Args:
+        batch: the rows of the device
+        examples: the number of examples in the global batch
+        index: of the logical replica
+        leaves: the number of logical replicas
+        first_row: the index of the first row of the device in the global batch
+    """
+    if examples % leaves == 0:
+        size = examples // leaves
+        return Share(take_batch_rows(batch, index * size - first_row, size))
+    first = find_start(index, examples, leaves)
+    rows = find_start(index + 1, examples, leaves) - first
+    taken = take_batch_rows(batch, first - first_row, rows)
+    return Share(taken, rows, None, tf.constant(examples))
+
+
+def make_vector(piece: AnyTensor) -> AnyTensor:
+    """Returns a scalar as a vector of one element, and any other tensor as it is."""
+    if piece.shape.rank == 0:
+        return tf.reshape(piece, [1])
+    return piece
+
+
+def check_gradients(
+    gradients: GradientsByObjective, variables: VariablesByObjective
+) -> GradientsByObjective:
+    """Returns dense gradients with the static shapes of their variables.
+
+    Raises:
+        SetupError: a gradient is sparse, so its rows have no fixed number; the message names the
+            variable.
+    """
+    checked: GradientsByObjective = {}
+    for name, objective_gradients in gradients.items():
+        checked[name] = []
+        for gradient, variable in zip(objective_gradients, variables[name], strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                raise SetupError(
+                    f"logical_replicas: the gradient of {name_variable(variable)} is sparse, which "
+                    "is not supported yet; leave out logical_replicas."
+                )
+            checked[name].append(tf.ensure_shape(gradient, variable.shape))
+    return checked
+
+
+def are_all_equal(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns whether tensors have the same bits, a bool scalar; every NaN equals every other."""
+    first, *others = map(read_bits, values)
+    return tf.reduce_all([tf.constant(True), *(tf.reduce_all(first == bits) for bits in others)])
+
+
+def read_bits(value: tf.Tensor) -> tf.Tensor:
+    """Returns integers that are equal for equal bits, and for every NaN."""
+    encoded = encode_for_sum(value)
+    if not encoded.dtype.is_floating:
+        return encoded
+    nan = tf.constant(float("nan"), encoded.dtype)
+    encoded = tf.where(tf.math.is_nan(encoded), nan, encoded)
+    return tf.bitcast(encoded, tf.int64 if encoded.dtype == tf.float64 else tf.int32)
+
+
+def list_compared(components: Components) -> list[str]:
+    """Returns the names of the variables that have to be equal on all logical replicas."""
+    if components.shape.logical_replicas is None:
+        return []
+    return [name_variable(written.variable) for written in components.written if written.is_shared]
