@@ -4,12 +4,14 @@ Whole files are handed to the processes that test: those that take minutes first
 alone at the end. ``make check`` runs the quick ones, ``make test`` all but those marked ``slow``.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers import lean
+from tests.helpers.lean import sitecustomize  # noqa: F401  (before this process imports Keras)
 
 LONGEST = """
     test_kills test_cluster test_processes test_documents test_check test_programs test_readers
@@ -30,7 +32,7 @@ QUICK = """
 
 @pytest.fixture(scope="session", autouse=True)
 def lean_path() -> Iterator[None]:
-    """Lets all processes that tests start import less; not those of pytest-xdist."""
+    """Lets all processes that tests start import less, as this one does."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(lean.FOLDER), before]))
     yield
@@ -38,6 +40,18 @@ def lean_path() -> Iterator[None]:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(autouse=True)
+def short_collections() -> Iterator[None]:
+    """Exempts from garbage collection what a test leaves behind.
+
+    TensorFlow keeps thousands of objects of each training. The engine collects garbage in each
+    training, and would look through those of all the tests before.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,6 @@ import ctl_core
 from tests.golden import compare, engine, small
 from tests.golden.programs import simclr
 from tests.golden.uneven_batches import (
-    LAST,
     assert_trained,
     batches_of,
     data,
@@ -31,7 +30,7 @@ def seed_plain_loops() -> None:
     keras.utils.set_random_seed(SEED)
 
 
-@LAST
+@pytest.mark.parametrize("last_batch", small.slow_but("keep", of=["drop", "keep"]))
 @pytest.mark.parametrize(
     ("devices", "accumulate", "batch", "examples", "scale"),
     small.slow_but(

@@ -91,7 +91,10 @@ def hide_outside() -> tuple[SimpleNamespace, Callable[[], list[Any]]]:
     return small.hooks(create_loss=lambda: loss), lambda: [variable]
 
 
-@pytest.mark.parametrize(("make", "devices"), [(hide, 1), (hide, 3), (hide_outside, 1)])
+@pytest.mark.parametrize(
+    ("make", "devices"),
+    small.slow_but((hide, 3), (hide_outside, 1), of=[(hide, 1), (hide, 3), (hide_outside, 1)]),
+)
 def test_hidden_state_survives_a_kill(
     train: engine.Train, runs: Path, make: Any, devices: int
 ) -> None:
@@ -176,10 +179,9 @@ def read_as_layer(folder: str) -> keras.Layer:
 @pytest.mark.parametrize(
     ("is_of_keras", "read", "devices"),
     [
-        (True, tf.saved_model.load, 1),
         (True, read_as_layer, 2),
         (False, tf.saved_model.load, 2),
-        (False, read_as_layer, 1),
+        *small.slow_but(of=[(True, tf.saved_model.load, 1), (False, read_as_layer, 1)]),
     ],
 )
 def test_model_that_holds_a_saved_model_resumes(
