@@ -61,5 +61,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cluster"):
             item.add_marker("slow")
-        elif item.path.stem in QUICK.split():
+        elif item.path.stem in QUICK.split() and not item.get_closest_marker("slow"):
             item.add_marker("quick")
