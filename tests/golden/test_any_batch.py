@@ -256,9 +256,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "accumulate"), small.slow_but(("mean", 1), ("layers", 1), of=WAYS)
-)
+@pytest.mark.parametrize(("case", "accumulate"), small.slow_but(("layers", 1), of=WAYS))
 @pytest.mark.parametrize("examples", small.slow_but(33, of=(33, 45)))
 def test_last_batches_of_few_rows(
     train: engine.Train, case: str, examples: int, accumulate: int

@@ -218,8 +218,8 @@ def test_checkpoint_counts_only_with_its_record(train: engine.Train, runs: Path)
         create_dataset=lambda: examples.shuffle(20, seed=3).batch(7),
         create_opt=lambda lr: keras.optimizers.SGD(lr, momentum=0.5),
     )
-    whole = train(hooks, **SETTINGS, run_name="whole", virtual_devices=2)
-    train(hooks, **SETTINGS | {"steps": 6}, run_name="parts", virtual_devices=2)
+    whole = train(hooks, **SETTINGS, run_name="whole")
+    train(hooks, **SETTINGS | {"steps": 6}, run_name="parts")
     for writes in (1, 2, 3, 4):
         run = shutil.copytree(runs / "parts", runs / f"parts-{writes}")
         for pattern in WRITES[writes:]:
@@ -227,7 +227,7 @@ def test_checkpoint_counts_only_with_its_record(train: engine.Train, runs: Path)
             assert files
             for file in files:
                 file.unlink()
-        resumed = train(hooks, **SETTINGS, run_name=run.name, virtual_devices=2)
+        resumed = train(hooks, **SETTINGS, run_name=run.name)
         step = 6 if writes == 4 else 3
         assert f"resuming at step {step}" in (run / "train.log").read_text()
         compare.assert_same(resumed.train_model.weights, whole.train_model.weights)
