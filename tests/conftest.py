@@ -14,14 +14,14 @@ from tests.helpers import lean
 from tests.helpers.lean import sitecustomize  # noqa: F401  (before this process imports Keras)
 
 LONGEST = """
-    test_kills test_cluster test_processes test_documents test_check test_programs test_readers
-    test_hooks test_mistakes test_written_defaults test_initial_weights test_any_batch
-    test_program_extras test_state test_step test_checkpoint test_digits test_downloads
-    test_tfrecords test_text test_reading test_schedule test_detect_anomaly test_runs test_load
-    test_optimizers test_reduction test_hidden_state test_models test_cache_files test_evaluation
-    test_run_output test_runs_in_hooks test_numbers test_launch test_run_files test_files
-    test_render test_tutorial test_answers test_every_step test_notebook test_sweep_file
-    test_train_sh
+    test_kills test_programs test_check test_processes test_any_batch test_documents test_readers
+    test_program_extras test_written_defaults test_cluster test_hooks test_reduction
+    test_initial_weights test_hidden_state test_mistakes test_downloads test_digits test_optimizers
+    test_run_output test_evaluation test_checkpoint test_reading test_runs_in_hooks test_step
+    test_runs test_state test_data_hooks test_numbers test_models test_tutorial test_schedule
+    test_tfrecords test_load test_files test_detect_anomaly test_text test_render test_notebook
+    test_sweep_file test_reported_values test_every_step test_run_files test_cache_files
+    test_answers test_signals test_train_sh test_launch
 """
 # They start no process, and take less than half a minute of one core each.
 QUICK = """
