@@ -145,10 +145,10 @@ WRONG |= {
         "create_loss": lambda: negatives
     },
 }
-QUICK = [message for message in WRONG if "add_loss" in message]
 
 
-@pytest.mark.parametrize("message", small.slow_but(*QUICK, of=WRONG))
+@pytest.mark.slow
+@pytest.mark.parametrize("message", WRONG)
 def test_mistakes_that_training_does_not_show_are_named(check: Check, message: str) -> None:
     with pytest.raises(ctl_core.SetupError, match=f"^{message}"):
         check(hooks(**WRONG[message]))
@@ -506,7 +506,7 @@ FROZEN: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", small.slow_but("beta", "train_model.beta", of=FROZEN))
+@pytest.mark.parametrize("name", small.slow_but("train_model.beta", of=FROZEN))
 def test_a_value_that_a_graph_has_kept_is_named(
     check: Check, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
