@@ -183,6 +183,14 @@ class Evaluation:
         evaluation_set.run_steps = define_run_steps(self._components, evaluation_set)
         return evaluation_set.run_steps.get_concrete_function().graph
 
+    def list_graphs(self) -> list[tf.Graph]:
+        """Returns the graphs that ``trace`` has traced, one for each set."""
+        return [
+            evaluation_set.run_steps.get_concrete_function().graph
+            for evaluation_set in self.sets.values()
+            if evaluation_set.run_steps is not None
+        ]
+
     def _copy_written_variables(self, graph: tf.Graph) -> ReplicaCopies:
         """Creates copies of the variables that an evaluation writes and that training reads.
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import keras
+import tensorflow as tf
 
+from ctl_core.cluster.replica_contexts import NO_EXCHANGE
+from ctl_core.compat import add_called_ops
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.optimizer_groups import OptimizerGroups
+from ctl_core.model.loss_calls import refuse_calls_of_collectives
+from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.numerics.reduction import PIECES
-from ctl_core.run.errors import SetupError
+from ctl_core.run.errors import SetupError, read_frames
 from ctl_core.types import UserObject
 
 _CURE = "leave out logical_replicas"
@@ -98,3 +103,29 @@ def refuse_components(
         raise hooks.create_model.reject(
             f"has layers in float16; {_CURE}, which does not support their loss scale yet."
         )
+
+
+def refuse_ops(hooks: Hooks, graph: tf.Graph) -> None:
+    """Refuses exchanges of replicas, and random numbers that no logical replica can repeat.
+
+    A call that only a trace of the whole step has, such as one in ``update_post``, is found here.
+
+    Args:
+        hooks: of the run
+        graph: of a training step or of an evaluation
+
+    Raises:
+        SetupError: there is such an op; the message names the line that created it.
+    """
+    operations = list(add_called_ops(graph.get_operations()))
+    refuse_calls_of_collectives(hooks, operations, NO_EXCHANGE)
+    random_types = find_random_ops(graph)
+    for op in operations:
+        if op.type in random_types:
+            frames = read_frames(op)
+            where = hooks.find_owner(frames) or hooks.create_model.locate(frames)
+            raise SetupError(
+                f"{where}: draws random numbers with {op.type}, whose state no logical replica "
+                "can set; use a keras.random.SeedGenerator or tf.random.stateless_*, or "
+                f"{_CURE}."
+            )
