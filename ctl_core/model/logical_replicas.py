@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import distribute
 from ctl_core.cluster.replica_contexts import enter_logical_replica
-from ctl_core.compat import make_scratch_graph
+from ctl_core.compat import make_scratch_graph, mute_other_summaries
 from ctl_core.input.batches import Share, find_fixed_start, find_start, take_batch_rows
 from ctl_core.model.components import Components, StepContext, WrittenVariable
 from ctl_core.model.forward import forward_backward
@@ -352,7 +352,11 @@ class LogicalReplicas:
         first_row = find_fixed_start(first_leaf, examples, leaves)
 
         def compute(index: tf.Tensor) -> LeafResult:
-            with enter_logical_replica(index, leaves):
+            with (
+                enter_logical_replica(index, leaves),
+                mute_other_summaries(self._context.step, index),
+                tf.name_scope(""),  # a summary's name begins with the name scope
+            ):
                 set_generators(self._context, index)
                 for entry, value in zip(written, before, strict=True):
                     entry.variable.assign(value)
