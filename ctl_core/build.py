@@ -279,7 +279,9 @@ class _Builder:
         _ = ckpt.save_counter  # TensorFlow creates it when it is first asked for: not on replicas
         recording.fix()
         if config.logical_replicas is not None:
-            components.generators.variables += [*recording.generators, *recording.tf_generators]
+            generators = [*recording.generators, *recording.tf_generators]
+            components.generators.variables += generators
+            components.generators.initial_states = [state.numpy() for state in generators]
         compiles_steps = choose_compilation(components, data) is Compilation.STEP
         data.begin(count_batches(data.dataset) if compiles_steps else 0)
         return State(
