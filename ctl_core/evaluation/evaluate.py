@@ -61,7 +61,7 @@ from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.variables import unwrap
 from ctl_core.run.settings import Config
 from ctl_core.schedule import StepsPerCall
-from ctl_core.types import Batch, BatchSpec, GraphFunction, PerReplica
+from ctl_core.types import Batch, BatchSpec, Count, GraphFunction, PerReplica
 
 # The name of the evaluation data if ``create_eval_dataset`` returns no dict.
 SINGLE_SET = ""
@@ -519,7 +519,7 @@ class EvaluationStep:
                     variable.assign(tf.zeros_like(variable))
                 for variable, value in zip(written, values_before, strict=True):
                     variable.assign(value)
-                share = take_share(batch, count_rows(batch), index, leaves, leaves)
+                share = self._take_share(batch, index)
                 self._add_share(*share)
                 results = [variable.read_value() for variable in sums]
                 for variable, value in zip(written, values_before, strict=True):
@@ -528,13 +528,14 @@ class EvaluationStep:
 
         return compute
 
-    def _take_share(self, batch: Batch, replica: int) -> Share:
+    def _take_share(self, batch: Batch, replica: Count) -> Share:
         """Returns the share of a replica; a batch that is a share already goes to the first one."""
-        replicas = self._components.shape.replicas
-        if self._components.shape.by_rows or replicas == 1:
+        shape = self._components.shape
+        replicas = shape.logical_replicas or shape.replicas
+        if shape.by_rows or replicas == 1:
             return take_share(batch, count_rows(batch), replica, replicas, replicas)
-        is_first = replica == 0
-        return Share(batch, rows=tf.constant(int(is_first)), present=tf.constant(is_first))
+        is_first = tf.equal(replica, 0)
+        return Share(batch, rows=tf.cast(is_first, tf.int32), present=is_first)
 
     def _add_share(
         self,

@@ -20,14 +20,20 @@ from ctl_core.types import UserObject
 _CURE = "leave out logical_replicas"
 
 
-def refuse_hooks(hooks: Hooks) -> None:
+def refuse_hooks(hooks: Hooks, has_reader: bool) -> None:
     """Refuses hooks that cannot be combined with logical replicas.
+
+    Args:
+        hooks: of the run
+        has_reader: whether ``create_dataset`` returned a reader in Python
 
     Raises:
         SetupError: there is one; the message names it and the reason.
     """
     if hooks.turns:
         raise SetupError(f"turns: {_CURE}, which does not support objectives in turns yet.")
+    if has_reader:
+        raise hooks.create_dataset.reject(f"{_CURE}, which does not support readers yet.")
     if hooks.batch_weight is not None:
         raise hooks.batch_weight.reject(f"{_CURE}, which does not support this hook yet.")
     if not hooks.create_train_metrics.is_default:
@@ -38,25 +44,6 @@ def refuse_hooks(hooks: Hooks) -> None:
             f"takes {' and '.join(pieces)}, of which each device has another part; with "
             "logical_replicas, an update may depend on sums only: leave that out."
         )
-
-
-def refuse_data(hooks: Hooks, by_rows: bool, has_reader: bool) -> None:
-    """Refuses data that cannot be combined with logical replicas.
-
-    Args:
-        hooks: of the run
-        by_rows: whether shares are rows of a batch
-        has_reader: whether the data are read by a reader in Python
-
-    Raises:
-        SetupError: there are such data.
-    """
-    if not by_rows:
-        raise hooks.count_examples.reject(
-            f"{_CURE}, which does not support examples that are no rows yet."
-        )
-    if has_reader:
-        raise hooks.create_dataset.reject(f"{_CURE}, which does not support readers yet.")
 
 
 def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:

@@ -20,7 +20,13 @@ import tensorflow as tf
 from ctl_core.cluster.collectives import distribute
 from ctl_core.cluster.replica_contexts import enter_logical_replica
 from ctl_core.compat import make_scratch_graph, mute_other_summaries
-from ctl_core.input.batches import Share, find_fixed_start, find_start, take_batch_rows
+from ctl_core.input.batches import (
+    Share,
+    find_fixed_start,
+    find_start,
+    take_batch_rows,
+    unpack_element,
+)
 from ctl_core.model.components import Components, StepContext, WrittenVariable
 from ctl_core.model.forward import forward_backward
 from ctl_core.numerics.packing import Packing
@@ -347,7 +353,8 @@ class LogicalReplicas:
         device = int(tf.get_static_value(context.replica_id_in_sync_group))
         written = self._components.written
         before = [entry.variable.read_value() for entry in written]
-        leaves = self._components.shape.shares
+        shape = self._components.shape
+        leaves = shape.shares
         first_leaf = self._loop.get_leaves(device).start
         first_row = find_fixed_start(first_leaf, examples, leaves)
 
@@ -360,7 +367,10 @@ class LogicalReplicas:
                 set_generators(self._context, index)
                 for entry, value in zip(written, before, strict=True):
                     entry.variable.assign(value)
-                share = take_leaf(batch, examples, index, leaves, first_row)
+                if shape.by_rows:
+                    share = take_leaf(batch, examples, index, leaves, first_row)
+                else:
+                    share = Share(unpack_element(batch[index - first_leaf], shape.element_spec))
                 contribution, variables = forward_backward(self._context, examples, kept, share)
                 gradients = check_gradients(contribution.gradients, variables)
                 contribution = contribution._replace(gradients=gradients)
