@@ -175,9 +175,7 @@ class Config:
                 "computes its logical replicas one after another."
             )
         if self.jit_compile:
-            return (
-                "leave out jit_compile, which is not supported yet: XLA adds up in another order."
-            )
+            return "jit_compile is not supported yet, as XLA may add up differently; leave it out."
         if self.workers > 1 or self.strategy == "multi_worker":
             return "trains in one process yet; leave out workers and the strategy multi_worker."
         if self.precision == "float16":

@@ -193,9 +193,7 @@ def test_graphs_of_logical_replicas_have_the_same_bits_on_any_devices(
     assert single.metrics == pytest.approx(plain.evaluate(elements[:2]), rel=1e-5)
     for state in others:
         assert state.metrics == single.metrics
-        weights = state.train_model.weights
-        for weight, expected in zip(weights, single.train_model.weights, strict=True):
-            assert np.array(weight).tobytes() == np.array(expected).tobytes()
+        compare.assert_same(state.train_model.weights, single.train_model.weights)
 
 
 # ---- Fewer rows than devices -------------------------------------------------------------------
