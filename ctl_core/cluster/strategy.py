@@ -6,7 +6,14 @@ import os
 
 import tensorflow as tf
 
-from ctl_core.cluster.task import JOIN_SECONDS, Task, describe_loss, read_task, wait_for_others
+from ctl_core.cluster.task import (
+    JOIN_SECONDS,
+    Task,
+    count_cores,
+    describe_loss,
+    read_task,
+    wait_for_others,
+)
 from ctl_core.compat import cut_join, list_cpu_devices
 from ctl_core.run.errors import PeerLost, SetupError
 from ctl_core.run.settings import Config
@@ -64,11 +71,12 @@ def _fix_threads(threads: int) -> None:
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
     except RuntimeError:
-        started_with = tf.config.threading.get_intra_op_parallelism_threads()
-        if (started_with or os.cpu_count()) != threads:
+        # 0 stands for all cores.
+        started_with = tf.config.threading.get_intra_op_parallelism_threads() or count_cores()
+        if started_with != threads:
             raise SetupError(
-                f"intra_op_threads: TensorFlow has started with {started_with or os.cpu_count()} "
-                f"threads, and the run needs {threads}; restart Python and train first."
+                f"intra_op_threads: TensorFlow has started with {started_with} threads, and the run "
+                f"needs {threads}, or its bits would change; restart Python and train first."
             ) from None
 
 

@@ -57,6 +57,13 @@ class Task:
         return f"process {index} at {self.addresses[index]}"
 
 
+def count_cores() -> int:
+    """Returns the number of cores that this process may use, as TensorFlow counts them."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
     """Reads this process's place in the cluster.
 
