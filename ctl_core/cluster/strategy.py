@@ -75,8 +75,8 @@ def _fix_threads(threads: int) -> None:
         started_with = tf.config.threading.get_intra_op_parallelism_threads() or count_cores()
         if started_with != threads:
             raise SetupError(
-                f"intra_op_threads: TensorFlow has started with {started_with} threads, and the run "
-                f"needs {threads}, or its bits would change; restart Python and train first."
+                f"intra_op_threads: TensorFlow has started with {started_with} threads, but the "
+                f"run needs {threads}, or its bits would change; restart Python and train first."
             ) from None
 
 

@@ -53,7 +53,7 @@ def create_model():
 
 @pytest.fixture
 def other(tmp_path: Path, command: engine.Command) -> Path:
-    """A run of another project, whose file sets Keras' policy, and which is deterministic and without TF32."""
+    """A deterministic run of another project without TF32, whose file sets Keras' policy."""
     before = keras.config.dtype_policy()
     folder = tmp_path / "other"
     folder.mkdir()
