@@ -127,8 +127,8 @@ GOALS = [
     Goal(("images", 1, 50), ENGINE, (INPUT,), 1.05, at_most=True),
     Goal(START, ENGINE, (FIT,), 0.75, at_most=True),
     Goal(("checkpoints of cnn", 1, 50), (SAVING,), ENGINE, 1.06, at_most=True),
-    Goal(("cnn, deterministic", 4, 50), (LOGICAL,), ENGINE, 1.25, at_most=True),
-    Goal(("cnn, deterministic", 1, 50), (LOGICAL,), (MICRO_BATCHES,), 1.1, at_most=True),
+    Goal(("cnn, exact", 4, 50), (LOGICAL,), ENGINE, 1.25, at_most=True),
+    Goal(("cnn, exact", 1, 50), (LOGICAL,), (MICRO_BATCHES,), 1.1, at_most=True),
     *(Goal((f"evaluation of {name}", 1, 0), (EVALUATE,), ENGINE, 1.0) for name in ("mlp", "cnn")),
 ]
 

@@ -210,7 +210,7 @@ def logical(rounds: int, devices: int, *workloads: Workload) -> Iterator[Timing]
             name: Pace(functools.partial(loop, work, _strategy(devices), 50), work.segment)
             for name, loop in loops.items()
         }
-        title = f"{work.name}, deterministic"
+        title = f"{work.name}, exact"
         yield from _rounds(title, devices, 50, paces, rounds, work.tolerance)
 
 
