@@ -111,7 +111,7 @@ def _notes(device: str, rounds: int, seconds: float) -> list[str]:
     return [
         f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians; a goal is the median "
         "of each round's ratio, beside its quartiles.",
-        "exact: with --deterministic and the same threads; 4 logical: --logical-replicas 4; 4 micro: "
+        "exact: --deterministic, with the same threads; 4 logical: --logical-replicas 4; 4 micro: "
         "--accumulate-steps 4.",
         "floor: a bare loop in the graph, data in memory. input alone: batches are drawn, nothing "
         "is trained. many steps a call: 50, or 10 where the loss is read every 10. saving: every "
