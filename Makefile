@@ -70,11 +70,13 @@ lint: $(VENV)/.made
 bench: $(if $(filter gpu,$(DEVICE)),.venv-gpu,$(VENV))/.made
 	"$(<D)/bin/python" -m benchmarks --device $(DEVICE)
 
-# The second line trains on parts of a GPU what other tests train on virtual devices.
+# The second line trains on parts of a GPU what other tests train on virtual devices. The third one
+# compares the bits of logical replicas there, which switch TF32 off by themselves.
 test-gpu: .venv-gpu/.made
 	$(<D)/bin/python -m pytest tests/engine/test_gpu.py
 	$(<D)/bin/python -m pytest -p tests.helpers.on_gpus -m "not slow" $(patsubst %,tests/%.py,\
 		engine/test_reduction engine/test_step golden/test_any_batch golden/test_models golden/test_numbers)
+	AS_IT_IS=1 $(<D)/bin/python -m pytest -p tests.helpers.on_gpus tests/golden/test_logical_replicas.py
 
 bench-engines: $(VENV)/.made
 	"$(VENV)/bin/python" -m benchmarks.engines "$(OTHER)"

@@ -30,6 +30,7 @@ SECTIONS: list[tuple[int, list[str]]] = [
     (4, ["mlp/50"]),
     (4, ["cnn/50"]),
     (1, ["memory"]),
+    *((devices, ["logical"]) for devices in (1, 2, 4)),
 ]
 MIXED = ["mlp/50/mixed_float16", "cnn/50/mixed_float16", "transformer/50/mixed_float16"]
 OWN_PROCESS = "start"
@@ -110,6 +111,8 @@ def _notes(device: str, rounds: int, seconds: float) -> list[str]:
     return [
         f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians; a goal is the median "
         "of each round's ratio, beside its quartiles.",
+        "exact: --deterministic, with the same threads; 4 logical: --logical-replicas 4; 4 micro: "
+        "--accumulate-steps 4.",
         "floor: a bare loop in the graph, data in memory. input alone: batches are drawn, nothing "
         "is trained. many steps a call: 50, or 10 where the loss is read every 10. saving: every "
         "100 steps.",

@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.worker DEVICE DEVICES ROUNDS FILE SECTION...`` writes what it measures as
 JSON, a line for each result. A section is a workload with how often the loss is read, such as
-``mlp/50``, on a GPU with a policy, or one of ``evaluation``, ``checkpoints`` and ``memory``.
+``mlp/50``, on a GPU with a policy, or one of ``evaluation``, ``checkpoints``, ``memory`` and
+``logical``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from benchmarks.report import (
     FIT,
     FLOOR,
     INPUT,
+    LOGICAL,
     MANY,
+    MICRO_BATCHES,
     SAVING,
     TEXTBOOK,
     Memory,
@@ -43,6 +46,7 @@ from benchmarks.report import (
 )
 from benchmarks.workloads import WORKLOADS, Workload
 from ctl_core.cluster.strategy import prepare
+from ctl_core.cluster.task import count_cores
 
 EVALUATED = 300  # batches: 10,000 examples or so
 # XLA's convolutions on a CPU are slow, as is their compilation; a GPU's LSTM is cuDNN's.
@@ -189,6 +193,27 @@ def checkpoints(rounds: int, work: Workload) -> Iterator[Timing]:
     yield from _rounds(title, 1, 50, paces, rounds, work.tolerance, warm=2)
 
 
+def logical(rounds: int, devices: int, *workloads: Workload) -> Iterator[Timing]:
+    """Times the engine with four logical replicas, beside itself without: all deterministic.
+
+    On one device, it is also timed with four micro-batches. All have the threads of the process.
+    """
+    for work in workloads:
+        work = work.on(devices)
+        loops = {
+            "engine": functools.partial(engine, deterministic=True),
+            LOGICAL: functools.partial(engine, logical_replicas=4),
+        }
+        if devices == 1:
+            loops[MICRO_BATCHES] = functools.partial(engine, deterministic=True, accumulate_steps=4)
+        paces = {
+            name: Pace(functools.partial(loop, work, _strategy(devices), 50), work.segment)
+            for name, loop in loops.items()
+        }
+        title = f"{work.name}, exact"
+        yield from _rounds(title, devices, 50, paces, rounds, work.tolerance)
+
+
 def memory(warm: int = 2000, steps_between: int = 20_000) -> Memory:
     """Measures this process's memory while the engine trains the MLP and saves every 100 steps."""
     work = WORKLOADS["mlp"]()
@@ -211,8 +236,11 @@ def main(device: str, devices: int, rounds: int, file: Path, sections: list[str]
     """Measures section after section and writes each result to the file at once."""
     if device == "gpu" and not tf.config.list_physical_devices("GPU"):
         raise SystemExit("error: TensorFlow finds no GPU.")
-    if devices > 1:  # as the engine would, for all peers
-        prepare(ctl_core.Config(steps=1, virtual_devices=devices))
+    threads = None
+    if "logical" in sections:  # as a run with logical replicas would, for all peers
+        threads = count_cores()
+    if devices > 1 or threads is not None:  # as the engine would, for all peers
+        prepare(ctl_core.Config(steps=1, virtual_devices=devices, intra_op_threads=threads))
 
     def find(name: str, policy: str = "float32") -> Workload:
         work = WORKLOADS[name]()
@@ -222,6 +250,7 @@ def main(device: str, devices: int, rounds: int, file: Path, sections: list[str]
         "evaluation": lambda: evaluation(rounds, find("mlp"), find("cnn")),
         "checkpoints": lambda: checkpoints(rounds, find("cnn")),
         "memory": lambda: [memory()],
+        "logical": lambda: logical(rounds, devices, find("mlp"), find("cnn")),
     }
     with file.open("a", encoding="utf-8") as out:
         for section in sections:

@@ -220,6 +220,8 @@ def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
 
     if is_training:
         _prepare_devices(config, command.options["check"])
+    elif config.intra_op_threads is not None:  # kernels add up as they do in training
+        _prepare_devices(dataclasses.replace(config, virtual_devices=1), is_check=False)
     quiet_libraries(not config.debug)
     callbacks = load_callbacks(hooks_file)
     if Path.cwd() != folder:  # callbacks.py has changed the folder; the run's place stays the same

@@ -54,12 +54,7 @@ from ctl_core.model.forward import (
     forward_backward,
     run_model,
 )
-from ctl_core.model.logical_limits import (
-    refuse_components,
-    refuse_data,
-    refuse_hooks,
-    refuse_layers,
-)
+from ctl_core.model.logical_limits import refuse_components, refuse_hooks, refuse_layers
 from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
 from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.model.state import State
@@ -153,8 +148,7 @@ class _Builder:
         data = self._create_input()
         shape = data.shape
         if config.logical_replicas is not None:
-            refuse_hooks(self.hooks)
-            refuse_data(self.hooks, shape.by_rows, data.reader is not None)
+            refuse_hooks(self.hooks, has_reader=data.reader is not None)
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
@@ -224,7 +218,9 @@ class _Builder:
         _ = ckpt.save_counter  # TensorFlow creates it when it is first asked for: not on replicas
         recording.fix()
         if config.logical_replicas is not None:
-            components.generators.variables += [*recording.generators, *recording.tf_generators]
+            generators = [*recording.generators, *recording.tf_generators]
+            components.generators.variables += generators
+            components.generators.initial_states = [state.numpy() for state in generators]
         compiles_steps = choose_compilation(components, data) is Compilation.STEP
         data.begin(count_batches(data.dataset) if compiles_steps else 0)
         return State(
@@ -246,12 +242,10 @@ class _Builder:
         """Creates the training data."""
         config = self.config
         replicas = self.strategy.num_replicas_in_sync
-        if config.logical_replicas is not None and self.run.task.processes > 1:
-            raise SetupError("logical_replicas: trains in one process; leave it out in a cluster.")
         if config.logical_replicas is not None and replicas > config.logical_replicas:
             raise SetupError(
-                f"logical_replicas: {config.logical_replicas} cannot be shared out over {replicas} "
-                "devices; take at most as many devices."
+                f"logical_replicas: {replicas} devices cannot share {config.logical_replicas} "
+                "logical replicas; take fewer devices, or begin a run with more logical replicas."
             )
         shape = BatchShape(
             config.batch_size,

@@ -35,8 +35,14 @@ class OpenRun(NamedTuple):
 
 @contextmanager
 def open_run(callbacks: Callbacks, config: Config) -> Iterator[OpenRun]:
-    """Builds the state of a run on one device; no checkpoint is restored yet."""
-    config = dataclasses.replace(config, strategy="one_device", virtual_devices=1, workers=1)
+    """Builds the state of a run on one device; no checkpoint is restored yet.
+
+    TensorFlow may have started with another number of threads than the run was trained with. That
+    is no reason to refuse to read the run.
+    """
+    config = dataclasses.replace(
+        config, strategy="one_device", virtual_devices=1, workers=1, intra_op_threads=None
+    )
     config = config.remove_periods()
     run = Run(config, Task(), reading=True)
     console = create_console()

@@ -25,6 +25,7 @@ from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import FiniteFlags, are_finite, are_losses_finite, are_numbers
 from ctl_core.numerics.reduction import PIECES, Contribution
 from ctl_core.numerics.variables import unwrap
+from ctl_core.run.errors import RefusedCall
 from ctl_core.types import (
     Count,
     Gradients,
@@ -307,7 +308,7 @@ def _run_compiled(
 
 def refuse_to_compile(*_: Any, **__: Any) -> None:
     """Refuses anything that XLA cannot compile, whatever the arguments are."""
-    raise ValueError(NOT_COMPILABLE)
+    raise RefusedCall(NOT_COMPILABLE)
 
 
 def reduce_over_replicas(

@@ -27,6 +27,7 @@ from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.components import TraceContext
 from ctl_core.model.failures import attribute_errors
+from ctl_core.model.logical_limits import refuse_ops
 from ctl_core.model.metrics import read_results
 from ctl_core.model.state import Clock, State, check_hook_state
 from ctl_core.numerics.not_finite import NEVER, NonFinite
@@ -402,13 +403,12 @@ class Trainer:
                 state.evaluation.trace()
         except HookFailed as error:
             raise SetupError(str(error)) from error.__cause__
+        if state.config.logical_replicas is not None:
+            refuse_ops(state.hooks, graph)
+            if state.evaluation is not None:
+                for evaluation_graph in state.evaluation.list_graphs():
+                    refuse_ops(state.hooks, evaluation_graph)
         random_ops = find_random_ops(graph)
-        if random_ops and state.config.logical_replicas is not None:
-            raise SetupError(
-                f"logical_replicas: a hook or the model draws random numbers with "
-                f"{', '.join(random_ops)}, whose state is not that of a logical replica: use a "
-                "keras.random.SeedGenerator, or tf.random.stateless_*."
-            )
         if random_ops:
             self._console.warn(
                 f"a hook or the model draws random numbers with {', '.join(random_ops)}, whose "

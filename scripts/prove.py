@@ -1,7 +1,8 @@
 """``make prove``: trains one program in many ways, and kills it, beside what people use otherwise.
 
 The programs are in proof/. A difference is the largest one of a variable by that variable's largest
-value, from the same trainer's undisturbed run on one device, and of that from ctl_core's. Which
+value, from the same trainer's undisturbed run on one device, and of that from ctl_core's. Runs of a
+model with Dropout and batch normalization are compared with such a run on one device. Which
 examples were used follows from the steps that the weights are made of: of one that was taken again,
 the last time counts.
 """
@@ -43,6 +44,8 @@ PATIENCE = 240  # seconds for a first step, and for an end
 WHO = ENGINE, FIT, LOOP = "ctl_core", "Keras `fit`", "textbook loop"
 ONE = "one device"
 KILLED = "killed, on one device"
+NOISY = "Dropout and batch normalization"
+LOGICAL_REPLICAS = 4  # of the engine, where a model is noisy
 SETTINGS: dict[str, Any] = {
     "steps": program.STEPS,
     "batch_size": program.BATCH,
@@ -60,12 +63,15 @@ class Run(NamedTuple):
         what: is done, for the table
         ways: numbers of devices and processes, for each attempt; all but the last are killed
         how: what a peer is told
+        is_noisy: whether the model has Dropout and batch normalization, and the engine logical
+            replicas
     """
 
     who: str
     what: str
     ways: Sequence[tuple[int, int]]
     how: Sequence[str] = ()
+    is_noisy: bool = False
 
     def command(self, devices: int) -> list[str]:
         """Returns what starts an attempt, in a folder of the run's own."""
@@ -74,6 +80,8 @@ class Run(NamedTuple):
             words += [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
             words += [f"--virtual-devices={devices}", f"--ckpt-every={program.SAVE_EVERY}"]
             words += ["--deterministic"]
+            if self.is_noisy:
+                words += [f"--logical-replicas={LOGICAL_REPLICAS}"]
         else:
             name = "fit" if self.who == FIT else "loop"
             words = ["scripts.proof.peers", name, str(devices), *self.how]
@@ -118,6 +126,12 @@ def list_runs() -> Iterator[Run]:
     yield Run(LOOP, KILLED, four, ["iterator"])
     yield Run(LOOP, other, various, ["iterator"])
     yield Run(LOOP, f"{other}, without the iterator", various, ["weights"])
+    for who, save in ((ENGINE, ""), (FIT, "epoch"), (LOOP, "nothing")):
+        yield Run(who, f"{NOISY}, {ONE}", [(1, 1)], [save], is_noisy=True)
+        for number in (2, 3, 4):
+            yield Run(who, f"{NOISY}, {number} devices", [(number, 1)], [save], is_noisy=True)
+    ways = [(devices, 1) for devices in (1, 3, 2, 4, 1)]
+    yield Run(ENGINE, f"{NOISY}, {other}", ways, is_noisy=True)
 
 
 def train_all(folder: Path) -> Iterator[Trained]:
@@ -166,6 +180,8 @@ def start_processes(
     devices, processes = way
     environ = {**os.environ, "PROOF": str(start), "PAUSE": str(pause)}
     environ |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    if run.is_noisy:
+        environ["NOISY"] = "1"
     hosts = [f"127.0.0.1:{port}" for port in find_free_ports(processes)]
     started = []
     for index in range(processes):
@@ -242,14 +258,17 @@ def main() -> int:
     begun = time.monotonic()
     broken = False
     tf.get_logger().setLevel("ERROR")  # many runs look to it like one that is traced anew
-    undisturbed: dict[str, Trained] = {}
+    undisturbed: dict[tuple[str, bool], Trained] = {}  # by trainer, and whether the model is noisy
     cells: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for trained in train_all(Path(folder)):
-            first = undisturbed.setdefault(trained.who, trained)
-            expected = undisturbed[ENGINE] if trained is first else first
+            is_noisy = trained.what.startswith(NOISY)
+            first = undisturbed.setdefault((trained.who, is_noisy), trained)
+            expected = first
+            if trained is first and not is_noisy:
+                expected = undisturbed[ENGINE, False]
             difference = np.inf if trained.message else measure(trained.weights, expected.weights)
-            limit = 0 if trained.what in (ONE, KILLED) else LIMIT
+            limit = 0 if is_noisy or trained.what in (ONE, KILLED) else LIMIT
             broken |= trained.who == ENGINE and bool(
                 difference > limit or trained.twice or trained.never
             )
@@ -264,9 +283,10 @@ def main() -> int:
     lines += [[what, *(of.get(who, "") for who in WHO)] for what, of in cells.items()]
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(trained.ru_utime + trained.ru_stime for trained in usage)
+    clipped = undisturbed[ENGINE, False].clipped
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines) + (
         f"\nTensorFlow {tf.__version__}, Keras {keras.__version__}; {seconds:.0f} s of a core, in "
-        f"{time.monotonic() - begun:.0f} s. {undisturbed[ENGINE].clipped} of {program.STEPS} "
+        f"{time.monotonic() - begun:.0f} s. {clipped} of {program.STEPS} "
         "gradients were clipped.\n"
     )
     print(text)

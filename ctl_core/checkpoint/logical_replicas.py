@@ -5,10 +5,10 @@ replicas has one number of threads from its first start on, on each machine.
 """
 
 import dataclasses
-import os
 
 from ctl_core.checkpoint.record import Damaged, Record, read_record
 from ctl_core.checkpoint.source import Source
+from ctl_core.cluster.task import count_cores
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
@@ -29,7 +29,7 @@ def settle_logical_replicas(config: Config, source: Source | None) -> Config:
         config = _take_from_record(config, record, relative_path(source.run))
     if config.logical_replicas is None or config.intra_op_threads is not None:
         return config
-    return dataclasses.replace(config, intra_op_threads=os.cpu_count() or 1)
+    return dataclasses.replace(config, intra_op_threads=count_cores())
 
 
 def _read_newest(source: Source | None) -> Record | None:

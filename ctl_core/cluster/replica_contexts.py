@@ -16,14 +16,15 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, distribute
 from ctl_core.compat import enter_replica_context
+from ctl_core.run.errors import RefusedCall
 from ctl_core.types import Count, Gradient, PerReplica, Structure, UserObject
 
 # Hooks are converted by AutoGraph, and so is every method that they call, unless it is marked.
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 NO_EXCHANGE = (
-    "logical_replicas: replicas cannot exchange values (all_reduce, all_gather, synchronized batch "
-    "normalization), because a device computes them one after another; leave one of the two out"
+    "needs all replicas at the same moment, but a device computes logical replicas one after "
+    "another; leave out the call, or logical_replicas."
 )
 
 Options: TypeAlias = tf.distribute.experimental.CommunicationOptions | None
@@ -102,7 +103,7 @@ class NoExchange(InnerContext):
     """A context in which replicas must not exchange anything.
 
     Raises:
-        ValueError: something is exchanged; the message gives the reason.
+        RefusedCall: something is exchanged; the message gives the reason.
     """
 
     def __init__(self, outer: tf.distribute.ReplicaContext, reason: str) -> None:
@@ -117,7 +118,7 @@ class NoExchange(InnerContext):
         kwargs: dict[str, Any] | None = None,
     ) -> PerReplica:
         """Refuses the exchange."""
-        raise ValueError(self._reason)
+        raise RefusedCall(self._reason)
 
 
 class RowWeighted(InnerContext):
@@ -204,7 +205,7 @@ class LogicalReplica(InnerContext):
     variables the device is the replica, because they find their component by ``_replica_id``.
 
     Raises:
-        ValueError: something is exchanged.
+        RefusedCall: something is exchanged.
     """
 
     def __init__(self, outer: tf.distribute.ReplicaContext, index: Count, replicas: int) -> None:
@@ -231,19 +232,19 @@ class LogicalReplica(InnerContext):
         kwargs: dict[str, Any] | None = None,
     ) -> PerReplica:
         """Refuses the exchange."""
-        raise ValueError(NO_EXCHANGE)
+        raise RefusedCall(f"merge_call {NO_EXCHANGE}")
 
     @do_not_convert
     def all_reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
     ) -> Structure:
         """Refuses the exchange."""
-        raise ValueError(NO_EXCHANGE)
+        raise RefusedCall(f"all_reduce {NO_EXCHANGE}")
 
     @do_not_convert
     def all_gather(self, value: Structure, axis: int, options: Options = None) -> Structure:
         """Refuses the exchange."""
-        raise ValueError(NO_EXCHANGE)
+        raise RefusedCall(f"all_gather {NO_EXCHANGE}")
 
 
 def enter_logical_replica(index: Count, replicas: int) -> contextlib.AbstractContextManager[None]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from ctl_core.cluster.task import (
     JOIN_SECONDS,
     Task,
+    count_cores,
     describe_exposure,
     describe_loss,
     read_task,
@@ -71,11 +72,12 @@ def _fix_threads(threads: int) -> None:
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
     except RuntimeError:
-        started_with = tf.config.threading.get_intra_op_parallelism_threads()
-        if (started_with or os.cpu_count()) != threads:
+        # 0 stands for all cores.
+        started_with = tf.config.threading.get_intra_op_parallelism_threads() or count_cores()
+        if started_with != threads:
             raise SetupError(
-                f"intra_op_threads: TensorFlow has started with {started_with or os.cpu_count()} "
-                f"threads, and the run needs {threads}; restart Python and train first."
+                f"intra_op_threads: TensorFlow has started with {started_with} threads, but the "
+                f"run needs {threads}, or its bits would change; restart Python and train first."
             ) from None
 
 

@@ -57,6 +57,13 @@ class Task:
         return f"process {index} at {self.addresses[index]}"
 
 
+def count_cores() -> int:
+    """Returns the number of cores that this process may use, as TensorFlow counts them."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
     """Reads this process's place in the cluster.
 
@@ -73,6 +80,11 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
         raise SetupError(
             "strategy: multi_worker needs TF_CONFIG in the environment of each process; on one "
             "machine, --workers K starts them."
+        )
+    if task.processes > 1 and config.logical_replicas is not None:
+        raise SetupError(
+            f"logical_replicas: trains in one process, but TF_CONFIG names {task.processes}; leave "
+            "the setting out in a cluster."
         )
     if (task.processes > 1 or task.kind == "evaluator") and config.run_name is None:
         raise SetupError("run_name: a cluster needs one, the same for each of its processes.")

@@ -1,7 +1,8 @@
 """``train --check``: tries everything once, in a temporary folder, and compares devices.
 
 Two steps are rehearsed with all host hooks, an evaluation, a checkpoint and the other commands.
-Then compare_devices.py compares one device with three, and python_values.py finds values in Python
+Then compare_devices.py compares one device with three, compare_bits.py compares their bits if there
+are logical replicas, and python_values.py finds values in Python
 that host hooks change in vain. The run itself, if it exists, is neither read nor locked.
 """
 
@@ -25,6 +26,7 @@ from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import prepare
 from ctl_core.cluster.task import Task
 from ctl_core.commands.check_console import CheckConsole
+from ctl_core.commands.compare_bits import compare_bits
 from ctl_core.commands.compare_devices import DEVICES, compare_devices
 from ctl_core.commands.compare_graphs import find_difference
 from ctl_core.commands.python_values import (
@@ -61,7 +63,8 @@ def check(callbacks: Callbacks, config: Config) -> State:
 
     Takes two steps, after which every host hook runs as after the step that it is meant for;
     evaluates, saves, runs the hooks at the end, and each command. Then it takes steps and evaluates
-    on one CPU device and on three. Hooks that write files or call services do so.
+    on one CPU device and on three, and with logical replicas once more, to compare bits. Hooks that
+    write files or call services do so.
 
     Returns:
         The state of the rehearsed run.
@@ -91,7 +94,10 @@ def check(callbacks: Callbacks, config: Config) -> State:
         )
         state = Rehearsal(hooks, config, console).run()
         _use(hooks, state, config, console)
-        compare_devices(hooks, config, console, state.data.shape.by_rows)
+        # A value may have the same bits on any number of devices, and still be no sum.
+        plain_config = dataclasses.replace(config, logical_replicas=None)
+        compare_devices(hooks, plain_config, console, state.data.shape.by_rows)
+        compare_bits(hooks, config, console)
         console.print(f"check: all well, {time.monotonic() - start:.1f} s")
     return state
 

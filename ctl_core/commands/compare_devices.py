@@ -7,9 +7,11 @@ batch may that does not divide by the number of devices.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -152,31 +154,49 @@ class Comparison:
         config = dataclasses.replace(
             self._config, accumulate_steps=micro_batches, virtual_devices=devices
         )
-        names = [f"CPU:{index}" for index in range(devices)]
-        if devices == 1:
-            strategy = tf.distribute.OneDeviceStrategy(names[0])
-        else:
-            on_one = tf.distribute.ReductionToOneDevice()
-            strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=on_one)
-        run = Run(config, Task(), reading=True)
         grad_pre = ExtraLossHook.wrap(self._hooks.grad_pre)
         hooks = dataclasses.replace(self._hooks, grad_pre=grad_pre)
-        with open_session(run, self._console), prepare_process(config):
-            state = create_state(hooks, config, run, self._console, strategy)
-            self._share_evaluation_data(state)
+        with open_on_devices(hooks, config, self._console) as state:
+            share_evaluation_data(state, self._evaluation_sets)
             observer = Observer(state, self._noisy_steps)
             observations = observer.observe()
             self._noisy_steps = observer.noisy_steps
         return Measurement(state, observer.graph, observations, sorted(grad_pre.adding_layers))
 
-    def _share_evaluation_data(self, state: State) -> None:
-        """Lets all measurements evaluate the same batches."""
-        if state.evaluation is None:
-            return
-        for name, evaluation_set in state.evaluation.sets.items():
-            first = self._evaluation_sets.setdefault(name, evaluation_set)
-            evaluation_set.make = first.make
-            evaluation_set.spec = first.spec
+
+@contextlib.contextmanager
+def open_on_devices(hooks: Hooks, config: Config, console: CheckConsole) -> Iterator[State]:
+    """Builds the state of a run on the CPU devices that the settings ask for, whatever GPUs exist.
+
+    Args:
+        hooks: of the run
+        config: of the run
+        console: prints warnings
+    """
+    names = [f"CPU:{index}" for index in range(config.virtual_devices)]
+    if len(names) == 1:
+        strategy = tf.distribute.OneDeviceStrategy(names[0])
+    else:
+        on_one = tf.distribute.ReductionToOneDevice()
+        strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=on_one)
+    run = Run(config, Task(), reading=True)
+    with open_session(run, console), prepare_process(config):
+        yield create_state(hooks, config, run, console, strategy)
+
+
+def share_evaluation_data(state: State, evaluation_sets: dict[str, EvaluationSet]) -> None:
+    """Lets all measurements evaluate the same batches.
+
+    Args:
+        state: of a measurement
+        evaluation_sets: the sets of the first measurement by name, which are added here
+    """
+    if state.evaluation is None:
+        return
+    for name, evaluation_set in state.evaluation.sets.items():
+        first = evaluation_sets.setdefault(name, evaluation_set)
+        evaluation_set.make = first.make
+        evaluation_set.spec = first.spec
 
 
 def repeat_data(hooks: Hooks, batch_size: int, compared_size: int) -> Hooks:

@@ -61,7 +61,7 @@ from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.variables import unwrap
 from ctl_core.run.settings import Config
 from ctl_core.schedule import StepsPerCall
-from ctl_core.types import Batch, BatchSpec, GraphFunction, PerReplica
+from ctl_core.types import Batch, BatchSpec, Count, GraphFunction, PerReplica
 
 # The name of the evaluation data if ``create_eval_dataset`` returns no dict.
 SINGLE_SET = ""
@@ -182,6 +182,14 @@ class Evaluation:
         """Traces the graph function of a set; returns its graph."""
         evaluation_set.run_steps = define_run_steps(self._components, evaluation_set)
         return evaluation_set.run_steps.get_concrete_function().graph
+
+    def list_graphs(self) -> list[tf.Graph]:
+        """Returns the graphs that ``trace`` has traced, one for each set."""
+        return [
+            evaluation_set.run_steps.get_concrete_function().graph
+            for evaluation_set in self.sets.values()
+            if evaluation_set.run_steps is not None
+        ]
 
     def _copy_written_variables(self, graph: tf.Graph) -> ReplicaCopies:
         """Creates copies of the variables that an evaluation writes and that training reads.
@@ -512,7 +520,7 @@ class EvaluationStep:
                     variable.assign(tf.zeros_like(variable))
                 for variable, value in zip(written, values_before, strict=True):
                     variable.assign(value)
-                share = take_share(batch, count_rows(batch), index, leaves, leaves)
+                share = self._take_share(batch, index)
                 self._add_share(*share)
                 results = [variable.read_value() for variable in sums]
                 for variable, value in zip(written, values_before, strict=True):
@@ -521,13 +529,14 @@ class EvaluationStep:
 
         return compute
 
-    def _take_share(self, batch: Batch, replica: int) -> Share:
+    def _take_share(self, batch: Batch, replica: Count) -> Share:
         """Returns the share of a replica; a batch that is a share already goes to the first one."""
-        replicas = self._components.shape.replicas
-        if self._components.shape.by_rows or replicas == 1:
+        shape = self._components.shape
+        replicas = shape.logical_replicas or shape.replicas
+        if shape.by_rows or replicas == 1:
             return take_share(batch, count_rows(batch), replica, replicas, replicas)
-        is_first = replica == 0
-        return Share(batch, rows=tf.constant(int(is_first)), present=tf.constant(is_first))
+        is_first = tf.equal(replica, 0)
+        return Share(batch, rows=tf.cast(is_first, tf.int32), present=is_first)
 
     def _add_share(
         self,

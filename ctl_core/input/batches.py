@@ -27,6 +27,7 @@ class BatchShape:
             dataset, see sharing.py
         logical_replicas: the number of logical replicas, V, which take the shares instead of
             replicas and micro-batches; None without the setting
+        element_spec: the specification of the elements of the dataset, if these are shares
     """
 
     batch: int
@@ -34,6 +35,7 @@ class BatchShape:
     accumulate_steps: int
     by_rows: bool = True
     logical_replicas: int | None = None
+    element_spec: BatchSpec | None = None
 
     @property
     def shares(self) -> int:
@@ -136,6 +138,32 @@ def take_share(
         size = tf.maximum(rows, 1)
         first = tf.minimum(first, examples - size)
     return Share(take_batch_rows(batch, first, size), rows, present, together)
+
+
+def pack_elements(elements: list[Batch]) -> tf.Tensor:
+    """Returns elements, whose tensors may differ in shape, as one tensor.
+
+    Args:
+        elements: structures of tensors of the same types
+
+    Returns:
+        A string tensor with a row for each element, and a column for each tensor of it.
+    """
+    rows = []
+    for element in elements:
+        tensors = tf.nest.flatten(element, expand_composites=True)
+        rows.append(tf.stack([tf.io.serialize_tensor(tensor) for tensor in tensors]))
+    return tf.stack(rows)
+
+
+def unpack_element(row: tf.Tensor, spec: BatchSpec) -> Batch:
+    """Returns the element of a row of ``pack_elements``; ``spec`` is its specification."""
+    with tf.device("CPU:0"):
+        tensors = [
+            tf.ensure_shape(tf.io.parse_tensor(row[column], tensor_spec.dtype), tensor_spec.shape)
+            for column, tensor_spec in enumerate(tf.nest.flatten(spec, expand_composites=True))
+        ]
+    return tf.nest.pack_sequence_as(spec, tensors, expand_composites=True)
 
 
 def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> Share:

@@ -29,6 +29,7 @@ from ctl_core.input.batches import (
     count_rows,
     has_varying_widths,
     make_placeholders,
+    pack_elements,
     set_rows,
     take_share,
 )
@@ -227,8 +228,15 @@ class ReadyShares(Sharing):
         return spec
 
     def draw(self, read: Callable[[], Batch]) -> Batch | None:
-        """Draws nothing: shares are drawn as they are dealt out."""
-        return None
+        """Draws nothing, because shares are drawn as they are dealt out; except logical replicas'.
+
+        A device computes its logical replicas one after another, so all shares are drawn before
+        that, in their order. They are packed into one tensor, see ``pack_elements``.
+        """
+        if self.shape.logical_replicas is None:
+            return None
+        with tf.device("CPU:0"):
+            return pack_elements([read() for _ in range(self.shape.logical_replicas)])
 
     def take_shares(
         self,

@@ -86,7 +86,12 @@ class Input:
             self._data_hooks, hooks, shape, config.keeps_last_batch
         )
         self._reader = data.reader
-        self.shape = dataclasses.replace(shape, by_rows=self._sharing.by_rows)
+        element_spec = None
+        if not self._sharing.by_rows:
+            element_spec = data.dataset.element_spec
+        self.shape = dataclasses.replace(
+            shape, by_rows=self._sharing.by_rows, element_spec=element_spec
+        )
         self.hook: Hook = data.hook
         self.is_stream = data.is_stream
         self.is_endless = (
@@ -137,12 +142,15 @@ class Input:
         return deal, examples
 
     def _deal_to_logical_replicas(self, batch: Batch) -> Share:
-        """Returns for each device the rows of all of its logical replicas."""
+        """Returns for each device the rows, or the packed elements, of its logical replicas."""
         leaves = self.shape.shares
+        rows = leaves
+        if self.shape.by_rows:
+            rows = self.shape.batch
         shares = []
         for device_leaves in split_leaves(leaves, self.shape.replicas):
-            first = find_fixed_start(device_leaves.start, self.shape.batch, leaves)
-            end = find_fixed_start(device_leaves.stop, self.shape.batch, leaves)
+            first = find_fixed_start(device_leaves.start, rows, leaves)
+            end = find_fixed_start(device_leaves.stop, rows, leaves)
             shares.append(Share(take_batch_rows(batch, first, end - first)))
         return distribute_shares(self._strategy, shares)
 

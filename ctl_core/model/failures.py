@@ -15,6 +15,7 @@ from typing import Protocol
 import tensorflow as tf
 
 from ctl_core.cluster.sync import is_peer_lost
+from ctl_core.compat import leave_constants_unchecked
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
 from ctl_core.run import errors
@@ -86,7 +87,8 @@ def check_numerics(is_wanted: bool) -> Iterator[None]:
     # TensorFlow truncates long messages. The stack of an op is read from its graph instead.
     tf.debugging.enable_check_numerics(stack_height_limit=1)
     try:
-        yield
+        with leave_constants_unchecked():
+            yield
     finally:
         tf.debugging.disable_check_numerics()
 

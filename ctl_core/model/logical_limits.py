@@ -5,24 +5,35 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import keras
+import tensorflow as tf
 
+from ctl_core.cluster.replica_contexts import NO_EXCHANGE
+from ctl_core.compat import add_called_ops
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.optimizer_groups import OptimizerGroups
+from ctl_core.model.loss_calls import refuse_calls_of_collectives
+from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.numerics.reduction import PIECES
-from ctl_core.run.errors import SetupError
+from ctl_core.run.errors import SetupError, read_frames
 from ctl_core.types import UserObject
 
 _CURE = "leave out logical_replicas"
 
 
-def refuse_hooks(hooks: Hooks) -> None:
+def refuse_hooks(hooks: Hooks, has_reader: bool) -> None:
     """Refuses hooks that cannot be combined with logical replicas.
+
+    Args:
+        hooks: of the run
+        has_reader: whether ``create_dataset`` returned a reader in Python
 
     Raises:
         SetupError: there is one; the message names it and the reason.
     """
     if hooks.turns:
         raise SetupError(f"turns: {_CURE}, which does not support objectives in turns yet.")
+    if has_reader:
+        raise hooks.create_dataset.reject(f"{_CURE}, which does not support readers yet.")
     if hooks.batch_weight is not None:
         raise hooks.batch_weight.reject(f"{_CURE}, which does not support this hook yet.")
     if not hooks.create_train_metrics.is_default:
@@ -33,25 +44,6 @@ def refuse_hooks(hooks: Hooks) -> None:
             f"takes {' and '.join(pieces)}, of which each device has another part; with "
             "logical_replicas, an update may depend on sums only: leave that out."
         )
-
-
-def refuse_data(hooks: Hooks, by_rows: bool, has_reader: bool) -> None:
-    """Refuses data that cannot be combined with logical replicas.
-
-    Args:
-        hooks: of the run
-        by_rows: whether shares are rows of a batch
-        has_reader: whether the data are read by a reader in Python
-
-    Raises:
-        SetupError: there are such data.
-    """
-    if not by_rows:
-        raise hooks.count_examples.reject(
-            f"{_CURE}, which does not support examples that are no rows yet."
-        )
-    if has_reader:
-        raise hooks.create_dataset.reject(f"{_CURE}, which does not support readers yet.")
 
 
 def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:
@@ -98,3 +90,29 @@ def refuse_components(
         raise hooks.create_model.reject(
             f"has layers in float16; {_CURE}, which does not support their loss scale yet."
         )
+
+
+def refuse_ops(hooks: Hooks, graph: tf.Graph) -> None:
+    """Refuses exchanges of replicas, and random numbers that no logical replica can repeat.
+
+    A call that only a trace of the whole step has, such as one in ``update_post``, is found here.
+
+    Args:
+        hooks: of the run
+        graph: of a training step or of an evaluation
+
+    Raises:
+        SetupError: there is such an op; the message names the line that created it.
+    """
+    operations = list(add_called_ops(graph.get_operations()))
+    refuse_calls_of_collectives(hooks, operations, NO_EXCHANGE)
+    random_types = find_random_ops(graph)
+    for op in operations:
+        if op.type in random_types:
+            frames = read_frames(op)
+            where = hooks.find_owner(frames) or hooks.create_model.locate(frames)
+            raise SetupError(
+                f"{where}: draws random numbers with {op.type}, whose state no logical replica "
+                "can set; use a keras.random.SeedGenerator or tf.random.stateless_*, or "
+                f"{_CURE}."
+            )

@@ -22,7 +22,14 @@ import tensorflow as tf
 from ctl_core import compat
 from ctl_core.cluster.collectives import distribute
 from ctl_core.cluster.replica_contexts import enter_logical_replica
-from ctl_core.input.batches import Share, find_fixed_start, find_start, take_batch_rows, take_rows
+from ctl_core.input.batches import (
+    Share,
+    find_fixed_start,
+    find_start,
+    take_batch_rows,
+    take_rows,
+    unpack_element,
+)
 from ctl_core.model.components import Components, StepContext
 from ctl_core.model.forward import forward_backward
 from ctl_core.numerics.packing import BUCKET_BYTES, Packing
@@ -335,7 +342,8 @@ class LogicalReplicas:
         device = int(tf.get_static_value(context.replica_id_in_sync_group))
         written = self._components.written
         before = [entry.variable.read_value() for entry in written]
-        leaves = self._components.shape.shares
+        shape = self._components.shape
+        leaves = shape.shares
         first_leaf = self._sum.get_leaves(device).start
         first_row = find_fixed_start(first_leaf, examples, leaves)
 
@@ -343,11 +351,15 @@ class LogicalReplicas:
             with (
                 enter_logical_replica(index, leaves),
                 compat.mute_other_summaries(self._context.step, index),
+                tf.name_scope(""),  # a summary's name begins with the name scope
             ):
                 self.states.assign(index)
                 for entry, value in zip(written, before, strict=True):
                     entry.variable.assign(value)
-                share = take_leaf(batch, examples, index, leaves, first_row)
+                if shape.by_rows:
+                    share = take_leaf(batch, examples, index, leaves, first_row)
+                else:
+                    share = Share(unpack_element(batch[index - first_leaf], shape.element_spec))
                 contribution, variables = forward_backward(self._context, examples, kept, share)
                 gradients = check_gradients(contribution.gradients, variables)
                 contribution = contribution._replace(gradients=gradients)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from ctl_core.hooks.hooks import Hooks
+from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.run.errors import (
     ENGINE,
     NOT_THE_USERS,
@@ -34,6 +34,7 @@ _COLLECTIVES = [
 ]
 _METRICS = str(Path(ENGINE, "model", "metrics.py"))
 _MODEL = str(Path(ENGINE, "model", "forward.py")), "call_model"
+_OPTIMIZER = str(Path(ENGINE, "step.py")), "apply_on_devices"
 
 # A call of a stack: file, line and function.
 Call = tuple[str, int, str]
@@ -92,6 +93,27 @@ def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
             )
 
 
+def refuse_calls_of_collectives(hooks: Hooks, operations: Iterable[TypedOp], reason: str) -> None:
+    """Refuses exchanges of replicas wherever a hook, or what a hook returned, makes one.
+
+    Args:
+        hooks: of the run
+        operations: of a graph in which the hooks were traced
+        reason: goes behind the name of the called function
+
+    Raises:
+        SetupError: something is exchanged; the message has the line of the call.
+    """
+    for op in operations:
+        if op.type != "Identity":
+            continue
+        calls = read_calls(op)
+        for index, (file, _, name) in enumerate(calls):
+            is_exchange = name in _EXCHANGES and file in _COLLECTIVES
+            if is_exchange and not _is_in_engine(calls[:index]):
+                raise SetupError(f"{_locate(hooks, calls[:index])}: {name} {reason}")
+
+
 def _find_calls(
     hooks: Hooks, operations: Iterable[TypedOp], functions: Collection[str]
 ) -> Iterator[tuple[list[Call], int]]:
@@ -125,20 +147,35 @@ def _is_in_model(calls: list[Call]) -> bool:
     return any((file, function) == _MODEL for file, _, function in calls)
 
 
+def _is_in_engine(calls: list[Call]) -> bool:
+    """Returns whether the last of these calls, apart from those of AutoGraph, is in the engine."""
+    files = [file for file, _, _ in calls if "autograph" not in file]
+    return files[-1].startswith(ENGINE)
+
+
 def _is_in_keras(calls: list[Call]) -> bool:
     """Returns whether the last of these calls, apart from those of AutoGraph, is in Keras."""
     files = [file for file, _, _ in calls if "autograph" not in file]
     return str(Path("keras", "src")) in files[-1]
 
 
+def _find_creator(hooks: Hooks, calls: list[Call]) -> Hook:
+    """Returns the hook that created what these calls run: the model, a metric, an optimizer..."""
+    if _is_in_model(calls):
+        return hooks.create_model
+    if any(file == _METRICS for file, _, _ in calls):
+        return hooks.create_metrics
+    if any((file, function) == _OPTIMIZER for file, _, function in calls):
+        return hooks.create_opt
+    return hooks.create_loss
+
+
 def _locate(hooks: Hooks, calls: list[Call]) -> str:
     """Returns ``create_loss (callbacks.py:31)``: the hook, and the last line of the user's."""
     frames = [(file, line) for file, line, _ in calls]
     owner = hooks.find_hook(frames)
-    if owner is None and _is_in_model(calls):
-        owner = hooks.create_model
-    elif owner is None:
-        owner = hooks.create_loss
+    if owner is None:
+        owner = _find_creator(hooks, calls)
     lines = [
         f"{format_file_name(file)}:{line}"
         for file, line in frames

@@ -87,6 +87,14 @@ class StopTraining(CtlError):
     """
 
 
+class RefusedCall(ValueError):
+    """A call that the engine refuses inside of a hook, a layer or a loss, without knowing which.
+
+    The engine's code that called the hook adds the hook's name and line. A ``CtlError`` would pass
+    through that code as it is, without a line.
+    """
+
+
 class HookFailed(RunError):
     """A hook raised. The message names the hook, its file and line, and the exception."""
 
@@ -123,6 +131,8 @@ def suggest(name: str, names: Iterable[str]) -> str:
 def format_error(error: BaseException, limit: int = 300) -> str:
     """Returns ``ValueError: its message`` in one line, without additions of TensorFlow and Keras.
 
+    The message of a ``RefusedCall`` is returned without a name before it.
+
     They add stacks, node names, and the arguments of a layer's call, which the traceback has as
     well. The exceptions have no attributes for these, so they are recognized by the form of the
     text; if TensorFlow changes the form, the message becomes longer.
@@ -140,6 +150,8 @@ def format_error(error: BaseException, limit: int = 300) -> str:
     text = make_line(re.sub(r"\{\{node ([^}]*)\}\}", r"\1", text), limit)
     if not text:
         return kind
+    if isinstance(error, RefusedCall):
+        return text
     return f"{kind}: {text}"
 
 

@@ -170,8 +170,8 @@ class Config:
         """Returns which setting cannot be combined with ``logical_replicas``, and what to do."""
         if self.logical_replicas is not None and self.logical_replicas > self.batch_size:
             return (
-                f"{self.logical_replicas} replicas cannot share a batch of {self.batch_size}; take "
-                "at most batch_size."
+                f"{self.logical_replicas} logical replicas cannot share a batch of "
+                f"{self.batch_size}; take at most batch_size of them."
             )
         if self.accumulate_steps > 1:
             return (
@@ -179,15 +179,15 @@ class Config:
                 "computes its logical replicas one after another."
             )
         if self.jit_compile:
-            return "leave out jit_compile: XLA would add up in another order."
+            return "jit_compile is not supported yet, as XLA may add up differently; leave it out."
         if self.workers > 1 or self.strategy == "multi_worker":
-            return "trains in one process; leave out workers and the strategy multi_worker."
+            return "trains in one process yet; leave out workers and the strategy multi_worker."
         if self.precision == "float16":
-            return "cannot go with precision float16 and its loss scale; take bfloat16."
+            return "precision float16, with its loss scale, is not supported yet; take bfloat16."
         if self.keeps_last_batch:
-            return "cannot go with last_batch: keep; leave that out."
+            return "last_batch: keep is not supported yet; take last_batch: drop."
         if self.ema is not None:
-            return "cannot go with ema; leave one of the two out."
+            return "ema is not supported yet; leave one of the two out."
         return None
 
     @field_validator("*", mode="before")

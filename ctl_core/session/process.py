@@ -25,7 +25,7 @@ def leave_run() -> Iterator[None]:
 
     - the dtype policy, the names, and the generator of ``keras.random``
     - the random numbers of Python, NumPy and TensorFlow
-    - whether ops are deterministic
+    - whether ops are deterministic, and whether a GPU may round float32 factors to TF32
     - the recording of variables, of layers, and of layers that importing callbacks.py creates
 
     ``session.run.open_session`` restores the console and the step of summaries, and ``Signals`` the
@@ -43,6 +43,7 @@ def leave_run() -> Iterator[None]:
             compat.draw_from(None),
             compat.name_anew(),
             compat.keep_op_determinism(),
+            keep_tensor_float_32(),
             record_nothing(),
             count_logical_replicas(None),
         ):
@@ -50,6 +51,16 @@ def leave_run() -> Iterator[None]:
     finally:
         _policy_outside = outside
         keras.config.set_dtype_policy(policy)
+
+
+@contextlib.contextmanager
+def keep_tensor_float_32() -> Iterator[None]:
+    """Restores afterwards whether a GPU may round factors of matrix products to TF32."""
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(before)
 
 
 @contextlib.contextmanager
@@ -66,6 +77,9 @@ def prepare_process(config: Config) -> Iterator[None]:
         compat.keep_large_sums_whole()
         if config.deterministic or config.logical_replicas is not None:
             tf.config.experimental.enable_op_determinism()
+        if config.logical_replicas is not None:
+            # In TF32, a GPU may choose other kernels for the same shapes, which round differently.
+            tf.config.experimental.enable_tensor_float_32_execution(False)
         with (
             compat.separate_losses(),
             compat.convert_variables(),

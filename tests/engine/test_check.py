@@ -559,3 +559,26 @@ def test_noise_of_a_replica_is_told_from_other_draws(draw: Any, is_noise: bool) 
         draw(tf.compat.v1.placeholder(tf.float32, [None]))
     operations = compat.add_called_ops(graph.get_operations())
     assert any(is_noise_of_replica(op) for op in operations) == is_noise
+
+
+def depend_on_devices(output: Any, batch: Any) -> Any:
+    """Changes the output in its last bits."""
+    devices = tf.distribute.get_strategy().num_replicas_in_sync
+    return output * (1.0 + 1e-6 * devices), batch[1]
+
+
+@pytest.mark.slow
+def test_bits_of_logical_replicas_are_compared(check: Check, capsys: Output) -> None:
+    """Of the last bits of a value, the comparison of plain devices knows nothing."""
+    settings = {"logical_replicas": 2, "seed": 3}
+    noisy = {"create_model": dropout_model}
+    check(hooks(**noisy), **settings)
+    out = capsys.readouterr().out
+    assert "an evaluation on one and on 3 devices were compared" in out
+    assert "2 steps and an evaluation have the same bits on one and on 2 devices" in out
+    check(hooks(**noisy), seed=3)
+    assert "bits" not in capsys.readouterr().out
+    message = r"^check: create_loss \(.*\): the loss has other bits on 2 devices than on one"
+    with pytest.raises(ctl_core.SetupError, match=message):
+        check(hooks(loss_pre=depend_on_devices), **settings)
+    assert "on one and on 3 devices were compared" in capsys.readouterr().out

@@ -309,6 +309,30 @@ def test_grappler_does_not_split_large_sums() -> None:
     assert float(tf.function(lambda: tf.add_n([tf.ones([]), tf.ones([])]))()) == 2.0
 
 
+def test_a_constant_that_is_not_used_is_left_unchecked() -> None:
+    """Of a deterministic loss, and only there; what is computed with it is found."""
+
+    def compute_loss(label: tf.Tensor) -> tf.Tensor:
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(label, tf.zeros([1, 3]))
+
+    def add_nan(value: tf.Tensor) -> tf.Tensor:
+        return value + tf.constant(float("nan"))
+
+    with compat.keep_op_determinism():
+        tf.config.experimental.enable_op_determinism()
+        tf.debugging.enable_check_numerics()
+        try:
+            with pytest.raises(tf.errors.InvalidArgumentError, match="Const"):
+                tf.function(compute_loss)(tf.constant([1]))
+            with compat.leave_constants_unchecked():
+                loss = tf.function(compute_loss)(tf.constant([1]))
+                assert float(loss[0]) == pytest.approx(1.0986123)  # log(3)
+                with pytest.raises(tf.errors.InvalidArgumentError, match="AddV2"):
+                    tf.function(add_nan)(tf.constant(1.0))
+        finally:
+            tf.debugging.disable_check_numerics()
+
+
 def test_objects_of_a_checkpoint_are_listed(tmp_path: Path) -> None:
     inner = tf.Module()
     inner.weight = tf.Variable(1.0)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -61,6 +62,23 @@ def test_anomaly_is_traced_to_step_op_hook_and_line(cli: Cli, name: str) -> None
     flags = ("--virtual-devices", "1" if name == "a layer" else "2")
     failed(cli(source, "--detect-anomaly", *flags), *words, *locate(source))
     tf.math.log(tf.constant(-1.0))  # what is no part of that training is not checked
+
+
+@pytest.mark.parametrize("settings", [{"deterministic": True}, {"logical_replicas": 4}])
+def test_a_deterministic_loss_is_no_anomaly(train: Train, settings: Any) -> None:
+    """TensorFlow has a NaN ready there, for labels that do not exist."""
+    inputs, target = regression_data()
+    labels = (target[:, 0] > 0).astype("int64")
+    hooks = make_hooks(
+        create_dataset=sliced((inputs, labels)),
+        create_model=lambda: keras.Sequential([keras.layers.Dense(2)]),
+        create_loss=lambda: (
+            lambda pair: keras.losses.sparse_categorical_crossentropy(
+                pair[1], pair[0], from_logits=True
+            )
+        ),
+    )
+    assert train(hooks, steps=2, batch_size=8, detect_anomaly=True, **settings).step == 2
 
 
 @pytest.mark.slow

@@ -237,7 +237,7 @@ def test_summaries_of_micro_batches_leave_replicas_equal(train: Train) -> None:
 
 def test_summaries_in_a_compiled_step_are_refused(train: Train) -> None:
     """On several devices, the update is not compiled."""
-    message = r" \(\w+.py:\d+\): .*: jit_compile compiles no tf.summary and no "
+    message = r" \(\w+.py:\d+\): jit_compile compiles no tf.summary and no "
     with pytest.raises(ctl_core.SetupError, match=f"^input_pre{message}"):
         train(summarizing_hooks(), steps=1, jit_compile=True)
     hooks = make_hooks(update_pre=summarizing_hooks().update_pre)

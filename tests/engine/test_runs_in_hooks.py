@@ -53,12 +53,12 @@ def create_model():
 
 @pytest.fixture
 def other(tmp_path: Path, command: engine.Command) -> Path:
-    """A run of another project, whose file sets Keras' policy, and which is deterministic."""
+    """A deterministic run of another project without TF32, whose file sets Keras' policy."""
     before = keras.config.dtype_policy()
     folder = tmp_path / "other"
     folder.mkdir()
     (folder / "callbacks.py").write_text(OTHER)
-    words = ("--steps=2", "--batch-size=16", "--run-name=a", "--deterministic")
+    words = ("--steps=2", "--batch-size=16", "--run-name=a", "--logical-replicas=2")
     project = ("--callbacks=other/callbacks.py", "--runs-dir=other/runs")
     outcome = command("train", *words, *project)
     keras.config.set_dtype_policy(before)
@@ -75,6 +75,7 @@ def read_process_state() -> dict[str, Any]:
         "random": numbers,
         "name": layer.name.rpartition("_")[0] or layer.name,
         "determinism": compat.is_op_determinism_enabled(),
+        "tf32": tf.config.experimental.tensor_float_32_execution_enabled(),
         "generator": id(compat.get_seed_generator()),
         "step of summaries": tf.summary.experimental.get_step(),
         "modules": sys.modules.get("callbacks"),

@@ -170,6 +170,31 @@ def test_graphs_on_two_devices(train: engine.Train) -> None:
     assert_trained(state, train_plainly(hooks, 4, batches * 2, split=list))
 
 
+def test_graphs_of_logical_replicas_have_the_same_bits_on_any_devices(
+    train: engine.Train,
+) -> None:
+    """Each element is the share of a logical replica, however many of these a device has."""
+    dataset = of_lengths().take(24).ragged_batch(4).map(as_graphs)
+    elements = list(dataset)
+    hooks = small.hooks(
+        create_dataset=lambda: dataset,
+        create_eval_dataset=lambda: dataset.take(2),
+        count_examples=lambda batch: tf.shape(batch["target"])[0],
+        input_pre=lambda batch: tf.math.segment_sum(batch["nodes"], batch["graph"]),
+        loss_pre=lambda output, batch: (output, batch["target"]),
+    )
+    single, *others = (
+        train_on(train, hooks, devices, 12, steps=4, logical_replicas=3, run_name=f"on-{devices}")
+        for devices in (1, 2, 3)
+    )
+    plain = train_plainly(hooks, 4, [elements[:3], elements[3:]] * 2, split=list)
+    assert_trained(single, plain)
+    assert single.metrics == pytest.approx(plain.evaluate(elements[:2]), rel=1e-5)
+    for state in others:
+        assert state.metrics == single.metrics
+        compare.assert_same(state.train_model.weights, single.train_model.weights)
+
+
 # ---- Fewer rows than devices -------------------------------------------------------------------
 
 

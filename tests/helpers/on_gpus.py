@@ -21,6 +21,11 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
 
 
 def pytest_configure() -> None:
-    """Lets all runs train so, and the same run give the same bits."""
-    os.environ.update(NVIDIA_TF32_OVERRIDE="0", TF_DETERMINISTIC_OPS="1")
+    """Lets all runs train so, and the same run give the same bits.
+
+    With ``AS_IT_IS`` in the environment nothing is switched off: a run with logical replicas
+    has to do that by itself.
+    """
+    if "AS_IT_IS" not in os.environ:
+        os.environ.update(NVIDIA_TF32_OVERRIDE="0", TF_DETERMINISTIC_OPS="1")
     build.create_strategy = create_strategy

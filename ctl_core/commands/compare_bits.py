@@ -1,0 +1,139 @@
+"""Compares the bits of one CPU device with those of several, for ``train --check``.
+
+A run with ``logical_replicas`` promises the same bits on any number of devices. Ops that break the
+promise, such as one that counts the devices, cannot all be known; so two steps and an evaluation
+are taken on one device and on three, with noise and batch statistics as in training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.commands.check_console import CheckConsole
+from ctl_core.commands.compare_devices import (
+    DEVICES,
+    open_on_devices,
+    repeat_data,
+    share_evaluation_data,
+)
+from ctl_core.commands.differences import describe_layer
+from ctl_core.commands.observation import (
+    FETCHES,
+    GRADIENT,
+    ORDER,
+    VARIABLE,
+    Array,
+    ValueKey,
+    Values,
+    read_evaluation,
+    read_step,
+)
+from ctl_core.evaluation.evaluate import EvaluationSet
+from ctl_core.graph import StepFunctions
+from ctl_core.hooks.hooks import Hooks
+from ctl_core.model.copies import list_local_components
+from ctl_core.model.state import State
+from ctl_core.run.errors import RunError, SetupError
+from ctl_core.run.settings import Config
+
+STEPS = 2
+
+
+def compare_bits(hooks: Hooks, config: Config, console: CheckConsole) -> None:
+    """Compares two steps and an evaluation on one device and on three; on two with two replicas.
+
+    Does nothing without ``logical_replicas``, and with a single logical replica.
+
+    Args:
+        hooks: of the run
+        config: of the run
+        console: prints what was compared
+
+    Raises:
+        SetupError: a value has other bits; the message names the first one.
+        RunError: a step or an evaluation failed.
+    """
+    if config.logical_replicas is None or config.logical_replicas == 1:
+        return
+    devices = min(DEVICES, config.logical_replicas)
+    hooks = repeat_data(hooks, config.batch_size, config.batch_size)
+    config = dataclasses.replace(config, limit_eval=DEVICES)
+    evaluation_sets: dict[str, EvaluationSet] = {}
+    measurements: list[list[Values]] = []
+    for count in (1, devices):
+        counted_config = dataclasses.replace(config, virtual_devices=count)
+        with open_on_devices(hooks, counted_config, console) as state:
+            share_evaluation_data(state, evaluation_sets)
+            try:
+                measurements.append(_measure(state))
+            except tf.errors.OpError as error:
+                raise RunError(f"check: {hooks.attribute_error(error)}") from error
+    for expected, actual in zip(*measurements, strict=True):
+        key = find_other_bits(expected, actual)
+        if key is not None:
+            raise _reject(state, key, devices)
+    console.print(
+        f"  {STEPS} steps and an evaluation have the same bits on one and on {devices} devices"
+    )
+
+
+def _measure(state: State) -> list[Values]:
+    """Returns the values after each step, then those of an evaluation."""
+    functions = StepFunctions(state, tf.summary.create_noop_writer())
+    measurement = []
+    for _ in range(STEPS):
+        values = read_step(state, functions.take_steps(1, FETCHES))
+        for name, variable in state.recording.variables.items():
+            components = list_local_components(state.strategy, [variable])
+            values[VARIABLE, name] = [component.numpy() for component in components]
+        measurement.append(values)
+    measurement.append(read_evaluation(state))
+    return measurement
+
+
+def find_other_bits(expected: Values, actual: Values) -> ValueKey | None:
+    """Returns the first value that has other bits elsewhere, in the order in which it is computed.
+
+    Variables come last, because they have been updated.
+
+    Args:
+        expected: the values of one device
+        actual: those of several devices, each of which may have a value of its own
+    """
+    order = [*(kind for kind in ORDER if kind is not VARIABLE), VARIABLE]
+    for key in sorted(expected, key=lambda key: order.index(key[0])):
+        bits = _read_bits(expected[key][0])
+        if any(_read_bits(array) != bits for array in actual[key]):
+            return key
+    return None
+
+
+def _read_bits(value: Array) -> list[tuple[Any, ...]]:
+    """Returns the shape, the type and the bits of an array, or of each tensor of a ragged one."""
+    tensors = tf.nest.flatten(value, expand_composites=True)
+    arrays = [np.asarray(tensor) for tensor in tensors]
+    return [(array.shape, array.dtype, _read_bytes(array)) for array in arrays]
+
+
+def _read_bytes(array: np.ndarray) -> Any:
+    if array.dtype == object:  # texts
+        return array.tolist()
+    return array.tobytes()
+
+
+def _reject(state: State, key: ValueKey, devices: int) -> SetupError:
+    """Returns the error for a value that has other bits on several devices."""
+    kind, name = key
+    hook = state.hooks.create_model
+    if kind is not GRADIENT:  # with equal outputs and losses it is the model that computes others
+        hook = getattr(state.hooks, kind.hooks[-1])
+    noun = f"{kind.noun} {name}".rstrip()
+    return SetupError(
+        f"check: {hook}: the {noun}{describe_layer(state, name)} has other bits on {devices} "
+        "devices than on one, so it depends on the devices; replace the op that does, or leave out "
+        "logical_replicas."
+    )

@@ -1,0 +1,282 @@
+"""Refusals of ``logical_replicas``, each in one line and before a step; resume, record, threads.
+
+Each case is what a user adds to callbacks.py of a project that trains with logical replicas, the
+line to be named marked by ``# here``; after its name and an arrow stand words of the message.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ctl_core
+from ctl_core.checkpoint.record import read_record
+from ctl_core.cluster.task import count_cores
+from tests.golden import compare, engine, small
+
+engine.start_devices()
+
+FLAGS = ("--steps=4", "--batch-size=16", "--run-name=a", "--ckpt-every=2", "--seed=7")
+WITH = (*FLAGS, "--logical-replicas=4")
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> engine.Command:
+    """``command(*words)`` is ``python -m ctl_core WORDS`` in the test's folder."""
+    return engine.commands_here(tmp_path, monkeypatch, capfd)
+
+
+def assert_refused(outcome: engine.Outcome, *words: str) -> None:
+    """Asserts that a command ended with a line on stderr that has all of these words."""
+    (line,) = outcome.err.splitlines()
+    assert outcome.code == 2
+    assert line.startswith("error: ")
+    assert "Error: " not in line.removeprefix("error: ")
+    for word in words:
+        assert word in line
+
+
+def edit_saved_settings(run: Path, **settings: int | None) -> None:
+    """Changes the config.yaml that a run has saved."""
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(saved | settings))
+
+
+HOOKS = engine.read_table(
+    """
+== input_pre exchanges -> input_pre | all_reduce | logical replicas one after another
+def input_pre(batch):
+    return ctl.all_reduce(batch[0])  # here
+== loss_pre gathers -> loss_pre | all_gather | leave out the call
+def loss_pre(output, batch):
+    return ctl.all_gather(output)[:4], batch[1]  # here
+== a loss exchanges -> create_loss | all_reduce | logical_replicas
+def create_loss():
+    def loss(pair):
+        return ctl.all_reduce(small.squared_error(pair))  # here
+    return loss
+== a hook asks TensorFlow for the context -> loss_pre | all_reduce | logical_replicas
+def loss_pre(output, batch):
+    return tf.distribute.get_replica_context().all_reduce("SUM", output), batch[1]  # here
+== a layer exchanges in training on several replicas only -> create_model | all_reduce
+class Centered(keras.layers.Layer):
+    def call(self, inputs, training=False):
+        if training and ctl.num_replicas() > 1:
+            inputs = inputs - ctl.all_reduce(tf.reduce_mean(inputs), "mean")  # here
+        return inputs
+def create_model():
+    return small.model_with(Centered())
+== grad_pre exchanges -> grad_pre | all_reduce | logical_replicas
+def grad_pre(loss, train_model):
+    return ctl.all_reduce(loss), 0.0, train_model.trainable_variables  # here
+== grad_pre applies an optimizer -> grad_pre | all_reduce | logical_replicas
+def create_model():
+    model = small.create_model()
+    model.discriminator = keras.optimizers.SGD()
+    model.discriminator.build(model.trainable_variables)
+    return model
+def grad_pre(loss, train_model):
+    variables = train_model.trainable_variables
+    pairs = [(tf.zeros(variable.shape), variable) for variable in variables]
+    train_model.discriminator.apply_gradients(pairs)  # here
+    return loss, 0.0, variables
+== update_pre exchanges -> update_pre | all_reduce | logical_replicas
+def update_pre(gradients):
+    return [ctl.all_reduce(gradient) for gradient in gradients], gradients  # here
+== update_post exchanges -> update_post | all_reduce | logical_replicas
+def update_post(train_model):
+    ctl.all_reduce(train_model.trainable_variables[0].value)  # here
+== an optimizer exchanges -> create_opt | all_reduce | logical_replicas
+class Summing(keras.optimizers.SGD):
+    def apply_gradients(self, pairs):
+        return super().apply_gradients([(ctl.all_reduce(g), v) for g, v in pairs])  # here
+def create_opt(lr):
+    return Summing(lr)
+== metric_pre gathers -> metric_pre | all_gather | logical_replicas
+def metric_pre(output, batch):
+    return ctl.all_gather(output), ctl.all_gather(batch[1])  # here
+== eval_pre exchanges -> eval_pre | all_reduce | logical_replicas
+def eval_pre(loss):
+    return ctl.all_reduce(loss), 0.0  # here
+== batch normalization is synchronized -> create_model | 'normalized' is synchronized
+def create_model():  # here
+    normalized = keras.layers.BatchNormalization(synchronized=True, name="normalized")
+    return small.model_with(normalized)
+== a layer is stateful -> create_model | GRU | stateful=True
+def create_model():  # here
+    inputs = keras.Input(batch_shape=(4, 5))
+    states = keras.layers.GRU(3, stateful=True)(keras.layers.Reshape((5, 1))(inputs))
+    return keras.Model(inputs, keras.layers.Dense(1)(states))
+== input_pre draws from a state of its own -> input_pre | RandomStandardNormal | SeedGenerator
+def input_pre(batch):
+    return batch[0] + tf.random.normal([])  # here
+== a layer does -> create_model | RandomUniform | SeedGenerator
+class Shifted(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs + tf.random.uniform([])  # here
+def create_model():
+    return small.model_with(Shifted())
+== update_pre does -> update_pre | RandomStandardNormal | SeedGenerator
+def update_pre(gradients):
+    return [g + tf.random.normal([]) for g in gradients], gradients  # here
+== metric_pre does -> metric_pre | RandomStandardNormal | SeedGenerator
+def metric_pre(output, batch):
+    return batch[1], output + tf.random.normal([])  # here
+== update_pre depends on output and batch -> update_pre | output and batch
+def update_pre(gradients, output, batch):  # here
+    return gradients, gradients
+== the state of a metric does not start at 0 -> create_metrics | 'error' | start at 0
+class Best(keras.metrics.MeanAbsoluteError):
+    def reset_state(self):
+        self.total.assign(100.0)
+def create_metrics():  # here
+    return {"error": Best()}
+== the gradient of an embedding is sparse -> embeddings is sparse | leave out logical_replicas
+def input_pre(batch):
+    return tf.cast(tf.abs(batch[0]), tf.int32)
+def create_model():
+    embed = keras.layers.Embedding(9, 2)
+    model = [keras.Input((5,)), embed, keras.layers.Flatten(), keras.layers.Dense(1)]
+    return keras.Sequential(model)
+== objectives take turns -> turns | logical_replicas
+turns = ["a", "b"]
+def create_opt(lr):
+    return {"a": keras.optimizers.SGD(lr), "b": keras.optimizers.SGD(lr)}
+== there are optimizers by objective -> create_opt | several optimizers
+def create_opt(lr):  # here
+    return {"a": keras.optimizers.SGD(lr)}
+def grad_pre(loss, train_model):
+    return {"a": (loss, 0.0, train_model.trainable_variables)}
+== there are groups -> create_opt | several optimizers
+def create_opt(lr, train_model):  # here
+    return [(keras.optimizers.SGD(lr), train_model.trainable_variables)]
+== a batch has a weight -> batch_weight | leave out logical_replicas
+def batch_weight(batch):  # here
+    return tf.reduce_sum(batch[1])
+== there are train metrics -> create_train_metrics | leave out logical_replicas
+def create_train_metrics():  # here
+    return {"mean": keras.metrics.Mean()}
+def train_metric_pre(output):
+    return output
+== a part of the loss is logged -> grad_pre | logged parts of the loss
+def grad_pre(loss, train_model):  # here
+    return loss, 0.0, train_model.trainable_variables, {"part": loss}
+== a layer computes in float16 -> create_model | float16
+def create_model():  # here
+    return small.model_with(keras.layers.Dense(8, dtype="mixed_float16"))
+== a reader reads the data -> create_dataset | readers
+def create_dataset():  # here
+    return iter([small.data()])
+"""
+)
+EVALUATION = """
+import ctl_core as ctl
+create_eval_dataset = small.create_eval_dataset
+def create_metrics():
+    return {"error": keras.metrics.MeanAbsoluteError()}
+"""
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("case", HOOKS)
+def test_hooks_are_refused(
+    tmp_path: Path, command: engine.Command, case: str, devices: int
+) -> None:
+    code, words = HOOKS[case]
+    source = small.CALLBACKS + EVALUATION + code + "\n"
+    (tmp_path / "callbacks.py").write_text(source)
+    outcome = command("train", *WITH, f"--virtual-devices={devices}")
+    assert_refused(outcome, *engine.locate(source), *words)
+    assert not list(tmp_path.glob("runs/*/ckpt/engine/*.json"))
+
+
+def test_the_program_trains(tmp_path: Path, command: engine.Command) -> None:
+    """Otherwise the tests above would test nothing."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + EVALUATION)
+    outcome = command("train", *WITH, "--virtual-devices=3")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "batch size 16 in 4 logical replicas, 3 replicas on CPU" in outcome.out
+
+
+SETTINGS = {
+    "micro-batches": (("--accumulate-steps=2",), ("accumulate_steps", "one after another")),
+    "XLA": (("--jit-compile",), ("jit_compile", "leave it out")),
+    "processes": (("--workers=2",), ("workers", "one process")),
+    "a cluster": (("--strategy=multi_worker",), ("multi_worker", "one process")),
+    "float16": (("--precision=float16",), ("float16", "bfloat16")),
+    "kept batches": (("--last-batch=keep",), ("last_batch: keep", "last_batch: drop")),
+    "averages": (("--ema=0.9",), ("ema", "leave one of the two out")),
+    "more replicas than rows": (("--logical-replicas=17",), ("17", "batch of 16", "at most")),
+    "more devices than replicas": (
+        ("--virtual-devices=5",), ("5 devices", "4 logical replicas", "fewer devices"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_are_refused(tmp_path: Path, command: engine.Command, case: str) -> None:
+    flags, words = SETTINGS[case]
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    assert_refused(command("train", *WITH, *flags), "logical_replicas: ", *words)
+    assert not list(tmp_path.glob("runs/*/config.yaml"))
+
+
+def test_a_cluster_is_refused(tmp_path: Path, command: engine.Command) -> None:
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    workers = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+    task = {"cluster": workers, "task": {"type": "worker", "index": 0}}
+    outcome = command("train", *WITH, TF_CONFIG=json.dumps(task))
+    assert_refused(outcome, "logical_replicas: ", "TF_CONFIG", "2", "leave the setting out")
+
+
+def test_a_resume_takes_the_setting_from_the_record(
+    tmp_path: Path, command: engine.Command
+) -> None:
+    """A flag that contradicts the record is refused, unless it begins another run."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + EVALUATION)
+    resume = ("train", "--run-name=a", "--steps=6")
+    assert command("train", *WITH).code == 0
+    outcome = command(*resume, "--logical-replicas=3")
+    assert_refused(outcome, "logical_replicas: runs/a began with 4, not with 3", "--fork runs/a")
+    outcome = command(*resume, f"--intra-op-threads={count_cores() + 1}")
+    assert_refused(outcome, "intra_op_threads: runs/a began with", "--fork runs/a")
+
+    assert command("train", *WITH, "--run-name=whole", "--steps=6").code == 0
+    # The record alone says it, too.
+    edit_saved_settings(tmp_path / "runs/a", logical_replicas=None, intra_op_threads=None)
+    outcome = command(*resume, "--virtual-devices=3")
+    assert outcome.code == 0 and "resuming at step 4" in outcome.out
+    compare.assert_same_checkpoint(tmp_path / "runs/a", tmp_path / "runs/whole", 6)
+
+    fork = ("train", "--fork=a@4", "--run-name=b", "--steps=6", "--logical-replicas=3")
+    outcome = command(*fork)
+    assert outcome.code == 0 and "in 3 logical replicas" in outcome.out
+    record = read_record(tmp_path / "runs/b/ckpt", 6)
+    assert record.logical_replicas == 3
+    assert record.intra_op_threads == count_cores()
+
+
+def test_a_run_without_the_setting_does_not_get_it(tmp_path: Path, command: engine.Command) -> None:
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    assert command("train", *FLAGS).code == 0
+    outcome = command("train", "--run-name=a", "--steps=6", "--logical-replicas=4")
+    assert_refused(outcome, "logical_replicas: runs/a began without, not with 4", "--fork runs/a")
+    record = read_record(tmp_path / "runs/a/ckpt", 4)
+    assert (record.logical_replicas, record.intra_op_threads) == (None, None)
+
+
+def test_another_number_of_threads_is_refused_where_tensorflow_has_started(
+    tmp_path: Path, command: engine.Command
+) -> None:
+    """As in a notebook; commands that only read a run take what there is."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + EVALUATION)
+    threads = count_cores() + 1
+    outcome = command("train", *WITH, f"--intra-op-threads={threads}")
+    assert_refused(outcome, "intra_op_threads: ", f"needs {threads}", "restart Python")
+    assert command("train", *WITH).code == 0
+    edit_saved_settings(tmp_path / "runs/a", intra_op_threads=threads)
+    model = ctl_core.load(tmp_path / "runs/a")
+    assert model.step == 4
