@@ -251,7 +251,7 @@ class _Builder:
                 scalar_losses=traced.scalar_losses,
                 unchanged_losses=traced.unchanged_losses,
                 loss_metrics=self._create_loss_metrics(traced.logged),
-                compile_with_xla=config.jit_compile,
+                compile_with_xla=config.jit_compile is True,
                 loss_scale=loss_scale,
                 assign_rate=assign_rate,
                 update_average=average.update if average else None,

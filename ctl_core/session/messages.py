@@ -58,7 +58,7 @@ def _describe_devices(state: State) -> str:
     text = f"{replicas} {'replica' if replicas == 1 else 'replicas'} on {', '.join(kinds)}"
     if state.computed_in:
         text += f", in {' and '.join(state.computed_in)}"
-    if "GPU" in kinds and not state.config.jit_compile:
+    if "GPU" in kinds and state.config.jit_compile is not True:
         text += "; --jit-compile trains small models several times as fast"
     return text
 
