@@ -24,6 +24,7 @@ from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import FiniteFlags, are_finite, are_losses_finite, are_numbers
 from ctl_core.numerics.reduction import PIECES, Contribution
 from ctl_core.numerics.variables import unwrap
+from ctl_core.run.errors import NotCompilable
 from ctl_core.types import (
     Count,
     Gradients,
@@ -279,7 +280,7 @@ def _run_compiled(
 
 def refuse_to_compile(*_: Any, **__: Any) -> None:
     """Refuses anything that XLA cannot compile, whatever the arguments are."""
-    raise ValueError(NOT_COMPILABLE)
+    raise NotCompilable(NOT_COMPILABLE)
 
 
 def reduce_over_replicas(

@@ -36,6 +36,7 @@ class Record:
         created: the names of the variables in the engine's part
         progress: the fields of ``state.Progress``
         reader: the position of a reader in Python, as text
+        compiled: whether XLA compiles the steps of the run; None in a record that does not say so
         learnt: the values that preprocessing layers have learned, see vocabularies.py
         format: the ``FORMAT`` of the engine that wrote the record
         engine: the version of that engine
@@ -50,6 +51,7 @@ class Record:
     created: list[str]
     progress: dict[str, Any]
     reader: str = ""
+    compiled: bool | None = None
     learnt: dict[str, Any] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
     engine: str = __version__

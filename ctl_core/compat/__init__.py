@@ -22,6 +22,7 @@ place to mend.
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
                      _stop_on_empty_dataset, the names of the classes of stages; the tensors and the
                      format of the position of an iterator
+    xla.py           the ops that XLA compiles for a GPU; experimental_get_compiler_ir
 """
 
 from ctl_core.compat.checkpoints import (
@@ -84,6 +85,7 @@ from ctl_core.compat.randomness import (
     keep_op_seed,
     name_anew,
 )
+from ctl_core.compat.xla import list_gpu_ops, lower
 
 __all__ = [
     "GraphCheckpoint",
@@ -116,7 +118,9 @@ __all__ = [
     "keep_op_seed",
     "leave_creator_scopes",
     "list_cpu_devices",
+    "list_gpu_ops",
     "list_stages",
+    "lower",
     "make_scratch_graph",
     "mute_other_summaries",
     "name_anew",

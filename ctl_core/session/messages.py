@@ -51,15 +51,16 @@ def _describe_batch(state: State) -> str:
 
 
 def _describe_devices(state: State) -> str:
-    """Returns ``2 replicas on GPU, in bfloat16``."""
+    """Returns ``1 replica on GPU, in bfloat16, compiled by XLA (checked in 2.1 s)``."""
     replicas = state.components.shape.replicas
     devices = state.strategy.extended.worker_devices
     kinds = sorted({device.split("device:")[-1].split(":")[0] for device in devices})
     text = f"{replicas} {'replica' if replicas == 1 else 'replicas'} on {', '.join(kinds)}"
     if state.computed_in:
         text += f", in {' and '.join(state.computed_in)}"
-    if "GPU" in kinds and state.config.jit_compile is not True:
-        text += "; --jit-compile trains small models several times as fast"
+    # On a CPU, where plain steps are the rule, nobody expects compiled ones.
+    if "GPU" in kinds or state.compilation.is_compiled:
+        text += f", {state.compilation}"
     return text
 
 

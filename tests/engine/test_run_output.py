@@ -374,8 +374,8 @@ def test_console_prints_plain_lines_into_a_pipe(
     assert others[-1].startswith("done: step 40")
     kind = type(state.strategy.extended)  # as it is where there is a GPU
     monkeypatch.setattr(kind, "worker_devices", ("/replica:0/task:0/device:GPU:0",))
-    hint = "1 replica on GPU; --jit-compile trains small models several times as fast."
-    assert describe_start(state, 0, 41).endswith(hint)
+    reason = "1 replica on GPU, not compiled: it trains on a CPU."  # as it did
+    assert describe_start(state, 0, 41).endswith(reason)
 
 
 # ---- Standard error ------------------------------------------------------------------------------

@@ -1,0 +1,85 @@
+"""Functions that XLA compiles, and the question whether it can, which is asked before they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.compat import add_called_ops, list_gpu_ops, lower
+from ctl_core.hooks.hooks import Hooks
+from ctl_core.model.failures import find_line
+from ctl_core.types import GraphFunction, Structure
+
+# The inputs of a graph, which are no ops of it.
+_INPUT = "Placeholder"
+_CUDNN_CURE = "; create its layer with use_cudnn=False, and it can"
+
+
+class Executable:
+    """A function that XLA compiles when it is first called.
+
+    It is traced by itself, outside of other graphs, and captures no tensor of them: all tensors are
+    arguments. So XLA can be asked about it without running anything.
+    """
+
+    def __init__(self, function: Callable[..., Structure], *specs: Structure) -> None:
+        """Traces the function.
+
+        Args:
+            function: takes a structure of tensors for each of ``specs``
+            specs: the specifications of its arguments; all shapes are fixed
+        """
+
+        @tf.function(jit_compile=True, autograph=False)
+        def compiled(*tensors: tf.Tensor) -> Structure:
+            return function(*tf.nest.pack_sequence_as(specs, tensors))
+
+        self._specs: list[tf.TensorSpec] = tf.nest.flatten(specs)
+        self._function: GraphFunction = compiled
+        self._concrete = compiled.get_concrete_function(*self._specs)
+
+    def __call__(self, *arguments: Structure) -> Any:
+        """Calls the function with structures of tensors, inside another graph or outside of it."""
+        return self._concrete(*tf.nest.flatten(arguments))
+
+    def find_obstacle(self, hooks: Hooks, device: str) -> str | None:
+        """Returns why XLA cannot compile the function; None if it can.
+
+        Nothing is run, and no variable is assigned. The types of ops are those that XLA compiles
+        for a GPU, on any device. Their shapes and dtypes are tried by lowering the function for the
+        device, since no function can be lowered for a GPU where there is none.
+
+        Args:
+            hooks: one of which the message names, with its line
+            device: the device that runs the function
+        """
+        op = find_uncompilable_op(self._concrete.graph)
+        if op is not None:
+            return describe_op(op, hooks)
+        try:
+            lower(self._function, self._specs, device)
+        except (ValueError, TypeError, tf.errors.OpError) as error:
+            return hooks.attribute_error(error)
+        return None
+
+
+def find_uncompilable_op(graph: tf.Graph) -> tf.Operation | None:
+    """Returns the first op of a graph that XLA cannot compile for a GPU; None if there is none."""
+    for op in add_called_ops(graph.get_operations()):
+        if op.type != _INPUT and op.type not in list_gpu_ops():
+            return op
+    return None
+
+
+def describe_op(op: tf.Operation, hooks: Hooks) -> str:
+    """Returns ``AsString in input_pre (callbacks.py:31) cannot be compiled``."""
+    text = op.type
+    line = find_line(op, hooks)
+    if line is not None:
+        text += f" in {line}"
+    text += " cannot be compiled"
+    if op.type.startswith("Cudnn"):
+        text += _CUDNN_CURE
+    return text
