@@ -55,9 +55,12 @@ def _choose_automatically(
 ) -> StepFunctions:
     """Returns the functions of a new run, or of one that is compiled and is resumed."""
     start = time.monotonic()
-    reason = find_setting_against(state)
-    if reason is None and is_new:
+    if not is_new:
+        reason = find_setting_against(state)
+    elif is_on_gpu(state.strategy):
         reason = _find_reason_against_new(state)
+    else:
+        reason = "it trains on a CPU"
     if reason is None:
         compilation = find_compilation(state.components, state.data)
         functions = StepFunctions(state, summaries, compilation)
@@ -95,11 +98,13 @@ def _find_reason_against_new(state: State) -> str | None:
     On several replicas, XLA was never shown to run for long without leaking threads (TensorFlow's
     issue 56423).
     """
-    if not is_on_gpu(state.strategy):
-        return "it trains on a CPU"
-    if state.components.shape.replicas > 1:
+    reason = find_setting_against(state)
+    if reason is not None:
+        return reason
+    shape = state.components.shape
+    if shape.replicas > 1:
         return "it trains on several replicas"
-    return find_varying_shape(state.components.shape, state.data.dataset.element_spec)
+    return find_varying_shape(shape, state.data.dataset.element_spec)
 
 
 def is_on_gpu(strategy: tf.distribute.Strategy) -> bool:
@@ -132,8 +137,7 @@ def explain_for_gpu(state: State) -> str:
     """
     if state.config.jit_compile is False:
         return "not compiled on a GPU: jit_compile is false"
-    shape_reason = find_varying_shape(state.components.shape, state.data.dataset.element_spec)
-    reason = find_setting_against(state) or shape_reason
+    reason = _find_reason_against_new(state)
     if reason is None:
         writer = tf.summary.create_noop_writer()
         reason = find_obstacle(state, StepFunctions(state, writer, Compilation.STEP))

@@ -15,8 +15,9 @@ place to mend.
                      variables of random generators
     graphs.py        FuncGraph: _watched_variables, _get_function, _variable_creator_stack; the
                      resources that an op writes; the stack of AutoGraph; the eager context: _config
-    distribution.py  which replica writes summaries; the resource of a writer; float and int of a
-                     DistributedVariable; how a process joins a cluster, and which devices it has
+    distribution.py  which replica writes summaries; the context of an update; the resource of a
+                     writer; float and int of a DistributedVariable; how a process joins a cluster,
+                     and which devices it has
     checkpoints.py   Trackable and the object graph of a checkpoint; Checkpoint: _write;
                      CheckpointManager: _max_to_keep, _checkpoint
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
@@ -53,6 +54,7 @@ from ctl_core.compat.distribution import (
     convert_variables,
     cut_join,
     enter_replica_context,
+    enter_update,
     list_cpu_devices,
     mute_other_summaries,
 )
@@ -99,6 +101,7 @@ __all__ = [
     "draw_from",
     "draws_random_numbers",
     "enter_replica_context",
+    "enter_update",
     "find_captured_variables",
     "find_graphs",
     "find_inputs",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -268,3 +269,108 @@ def test_check_names_layers_that_keras_builds_with_cudnn() -> None:
         keras.layers.Dense(2),
     ]
     assert compilation.list_cudnn_layers(layers) == ["free"]
+
+
+# ---- On several replicas: one generator before the sum and after it ------------------------------
+
+ON_REPLICAS: dict[str, dict[str, Any]] = {
+    "a graph": {},
+    "one device": {"jit_compile": True},
+    "two devices": {"jit_compile": True, "virtual_devices": 2},
+    "three devices, unequal shares": {"jit_compile": True, "virtual_devices": 3},
+    "a varying width": {"jit_compile": True, "last_batch": "keep"},
+}
+
+
+class Drawing(keras.Model):
+    """Keeps what hooks have drawn, and a copy of its weights that follows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = small.create_model()
+        self.drawn = {
+            name: tf.Variable(0.0, trainable=False, name=name)
+            for name in ("grad_pre", "update_pre", "update_post")
+        }
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def draw(self, name: str, step: Any) -> Any:
+        """The number of a step, which is the same in each hook."""
+        number = tf.random.stateless_normal([], [tf.cast(step, tf.int32), 7])
+        self.drawn[name].assign(number)
+        return number
+
+
+def drawing_hooks() -> Any:
+    """Noise that one hook adds to the gradients, another one takes away, but for a tenth."""
+
+    def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
+        noise = train_model.draw("grad_pre", step)
+        parameters = train_model.dense.trainable_variables
+        return loss, noise * sum(map(tf.reduce_sum, parameters)), parameters
+
+    def update_pre(gradients: Any, train_model: Any, step: Any) -> Any:
+        noise = train_model.draw("update_pre", step)
+        return [gradient - 0.9 * noise for gradient in gradients], gradients
+
+    def update_post(train_model: Any, step: Any) -> None:
+        noise = train_model.draw("update_post", step)
+        for weight in train_model.dense.trainable_variables:
+            weight.assign_add(0.01 * noise * tf.ones_like(weight))
+
+    return small.hooks(
+        create_dataset=small.slices(small.data()),
+        create_model=Drawing,
+        grad_pre=grad_pre,
+        update_pre=update_pre,
+        update_post=update_post,
+    )
+
+
+def test_a_seed_gives_one_number_in_all_hooks_and_on_any_number_of_devices(train: Train) -> None:
+    """Though XLA's numbers are not those of a run that is not compiled."""
+    drawn, weights = {}, {}
+    for name, settings in ON_REPLICAS.items():
+        state = train(
+            drawing_hooks(), steps=6, run_name=name.replace(", ", "-").replace(" ", "-"), **settings
+        )
+        numbers = {float(variable.numpy()) for variable in state.train_model.drawn.values()}
+        assert len(numbers) == 1, name
+        drawn[name] = numbers
+        weights[name] = [weight.numpy() for weight in state.train_model.dense.weights]
+    plain = drawn.pop("a graph")
+    assert (
+        list(drawn.values()) == [drawn["one device"]] * len(drawn) and drawn["one device"] != plain
+    )
+    for name in ("two devices", "three devices, unequal shares"):
+        for value, expected in zip(weights[name], weights["one device"], strict=True):
+            np.testing.assert_allclose(value, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_an_update_that_draws_and_cannot_be_compiled_is_refused(train: Train) -> None:
+    """On several devices. One that draws nothing is not compiled there."""
+
+    def update_pre(gradients: Any, step: Any) -> Any:
+        noise = tf.random.stateless_normal([], [tf.cast(step, tf.int32), 7])
+        tf.summary.scalar("noise", noise)
+        return [gradient + noise for gradient in gradients], gradients
+
+    settings = {"jit_compile": True, "virtual_devices": 2, "steps": 2}
+    message = (
+        rf"^update_pre \({FILE.name}:\d+\): draws random numbers, which would differ .*; "
+        r"train with --no-jit-compile. \(update_pre .* compiles no tf.summary"
+    )
+    with pytest.raises(SetupError, match=message):
+        train(small.hooks(update_pre=update_pre), **settings)
+
+    def as_text(gradients: Any) -> Any:
+        return [gradient + 0.0 * read_as_text(gradient) for gradient in gradients], gradients
+
+    state = train(small.hooks(update_pre=as_text), **settings, learning_rate=0.1)
+    assert_weights(state, small.plain(2, lambda _: 0.1), rtol=2e-5)
+
+
+def read_as_text(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.strings.to_number(tf.strings.as_string(tensor))
