@@ -35,6 +35,7 @@ from ctl_core.run.errors import CompilationFailed, HookFailed, RunError, SetupEr
 from ctl_core.schedule import MOST_STEPS, Schedule, StepsPerCall, convert_to_steps
 from ctl_core.session.messages import (
     count_parameters,
+    describe_compilation_change,
     describe_end,
     describe_nonfinite,
     describe_start,
@@ -71,6 +72,8 @@ class Trainer:
             begun_compiled = run.source.find_compiled()
         summaries = run.summaries.make_graph_writer("train")
         self.functions = choose_functions(state, summaries, begun_compiled)
+        if begun_compiled not in (None, state.compilation.is_compiled):
+            console.say(describe_compilation_change(state))
         begin_reading(state.data, state.compilation.compilation)
         self.checkpoints = Checkpoints(state, console)
         self._run = run

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import keras
 
+from ctl_core.cluster.strategy import read_peak_memory
 from ctl_core.model.averages import has_own_statistics
 from ctl_core.model.state import State
 from ctl_core.numerics.variables import trainable_variables
@@ -64,6 +65,12 @@ def _describe_devices(state: State) -> str:
     return text
 
 
+def describe_compilation_change(state: State) -> str:
+    """Returns that a resumed run is compiled from now on, or is not any more."""
+    now = "compiled" if state.compilation.is_compiled else "not compiled"
+    return f"jit_compile: steps are {now} from here on, and draw other random numbers, if any."
+
+
 def describe_nature(layers: Sequence[keras.Layer], drawing_layers: Sequence[str]) -> str:
     """Returns why weights depend on the number of replicas; "" if no layer is known to cause it.
 
@@ -110,6 +117,9 @@ def describe_end(state: State, start: int) -> str:
     if other_seconds > 0.1:
         duration += f", {other_seconds:.1f} s of them evaluations and checkpoints"
     facts = [f"step {state.step}", duration]
+    peak = read_peak_memory(state.strategy.extended.worker_devices)
+    if peak is not None:
+        facts.append(f"at most {peak / 2**20:.0f} MiB of a GPU's memory")
     if state.metrics:
         facts.append(format_evaluation(state.metrics, state.progress.evaluated, state.step))
     return f"{ending}: {'; '.join(facts)}. Everything is in {relative_path(state.run_dir)}"

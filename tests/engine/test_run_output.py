@@ -20,7 +20,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 import ctl_core
 from ctl_core.evaluation import summaries
 from ctl_core.run.console import Console
-from ctl_core.session.messages import describe_start
+from ctl_core.session.messages import describe_end, describe_start
 from ctl_core.trainer import CHECK_ADVICE
 from tests.golden import small
 from tests.helpers import lean
@@ -376,6 +376,9 @@ def test_console_prints_plain_lines_into_a_pipe(
     monkeypatch.setattr(kind, "worker_devices", ("/replica:0/task:0/device:GPU:0",))
     reason = "1 replica on GPU, not compiled: it trains on a CPU."  # as it did
     assert describe_start(state, 0, 41).endswith(reason)
+    peaks = {"current": 2**20, "peak": 3 * 2**20}
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", {"GPU:0": peaks}.get)
+    assert "; at most 3 MiB of a GPU's memory" in describe_end(state, 0)
 
 
 # ---- Standard error ------------------------------------------------------------------------------
