@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from ctl_core.compat import add_called_ops, list_gpu_ops, lower
 from ctl_core.hooks.hooks import Hooks
+from ctl_core.model.components import Components
 from ctl_core.model.failures import find_line
 from ctl_core.types import GraphFunction, Structure
 
@@ -24,10 +26,13 @@ class Executable:
     arguments. So XLA can be asked about it without running anything.
     """
 
-    def __init__(self, function: Callable[..., Structure], *specs: Structure) -> None:
+    def __init__(
+        self, components: Components, function: Callable[..., Structure], *specs: Structure
+    ) -> None:
         """Traces the function.
 
         Args:
+            components: of the step that the function takes
             function: takes a structure of tensors for each of ``specs``
             specs: the specifications of its arguments; all shapes are fixed
         """
@@ -36,6 +41,8 @@ class Executable:
         def compiled(*tensors: tf.Tensor) -> Structure:
             return function(*tf.nest.pack_sequence_as(specs, tensors))
 
+        self._hooks = components.hooks
+        self._device = components.strategy.extended.worker_devices[0]
         self._specs: list[tf.TensorSpec] = tf.nest.flatten(specs)
         self._function: GraphFunction = compiled
         self._concrete = compiled.get_concrete_function(*self._specs)
@@ -44,24 +51,21 @@ class Executable:
         """Calls the function with structures of tensors, inside another graph or outside of it."""
         return self._concrete(*tf.nest.flatten(arguments))
 
-    def find_obstacle(self, hooks: Hooks, device: str) -> str | None:
-        """Returns why XLA cannot compile the function; None if it can.
+    @functools.cached_property
+    def obstacle(self) -> str | None:
+        """Why XLA cannot compile the function, with the hook and its line; None if it can.
 
         Nothing is run, and no variable is assigned. The types of ops are those that XLA compiles
-        for a GPU, on any device. Their shapes and dtypes are tried by lowering the function for the
+        for a GPU, on any device. Their shapes and dtypes are tried by lowering the function for its
         device, since no function can be lowered for a GPU where there is none.
-
-        Args:
-            hooks: one of which the message names, with its line
-            device: the device that runs the function
         """
         op = find_uncompilable_op(self._concrete.graph)
         if op is not None:
-            return describe_op(op, hooks)
+            return describe_op(op, self._hooks)
         try:
-            lower(self._function, self._specs, device)
+            lower(self._function, self._specs, self._device)
         except (ValueError, TypeError, tf.errors.OpError) as error:
-            return hooks.attribute_error(error)
+            return self._hooks.attribute_error(error)
         return None
 
 

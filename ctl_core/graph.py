@@ -218,11 +218,9 @@ class StepFunctions:
         Nothing is run. From now on, every further graph is checked before it is used.
         """
         self._is_asked = True
-        for wanted in {frozenset(), fetches}:
-            obstacle = self._ask(self._trace_executable(wanted))
-            if obstacle is not None:
-                return obstacle
-        return None
+        return (
+            self._trace_executable(frozenset()).obstacle or self._trace_executable(fetches).obstacle
+        )
 
     def _make_key(self, fetches: frozenset[str]) -> tuple[tuple[bool, ...], frozenset[str]]:
         if fetches <= self._loop_fetches:
@@ -246,19 +244,14 @@ class StepFunctions:
         if "variables" in fetches:
             self._variables[self._frozen] = self._tracer.traced_variables
 
-    def _ask(self, executable: Executable) -> str | None:
-        return executable.find_obstacle(self._state.hooks, self.devices[0])
-
     def _check(self, executable: Executable) -> None:
         """Refuses an executable of a run that is compiled because all before it could be."""
-        if not self._is_asked:
-            return
-        obstacle = self._ask(executable)
-        if obstacle is not None:
+        if self._is_asked and executable.obstacle is not None:
             name = relative_path(self._state.run_dir)
             raise CompilationFailed(
-                f"jit_compile: {name} is compiled by XLA, but {obstacle}, which the next step "
-                f"needs; go on from it with other random numbers: --fork {name} --no-jit-compile."
+                f"jit_compile: {name} is compiled by XLA, but {executable.obstacle}, which the "
+                "next step needs; go on from it with other random numbers: --fork "
+                f"{name} --no-jit-compile."
             )
 
 
@@ -314,7 +307,9 @@ class StepTracer:
         def take_step(batch: Batch, step: tf.Tensor) -> TracedStep:
             return self.step_on(GlobalBatch(*self.data.deal_out(batch)), fetches, step)
 
-        return Executable(take_step, self.data.dataset.element_spec, tf.TensorSpec([], tf.int64))
+        components = self.context.components
+        spec = self.data.dataset.element_spec
+        return Executable(components, take_step, spec, tf.TensorSpec([], tf.int64))
 
     def compile_many_steps(self, fetches: frozenset[str]) -> Executable:
         """Traces the executable that takes steps on stacked batches; see ``_take_stacked``."""
@@ -324,6 +319,7 @@ class StepTracer:
         )
         index_spec = tf.TensorSpec([], tf.int32)
         return Executable(
+            self.context.components,
             partial(_take_many_steps, self, fetches),
             stacked_spec, index_spec, tf.TensorSpec([], tf.int64), index_spec,
         )  # fmt: skip

@@ -30,7 +30,7 @@ def find_provenance(devices: Sequence[str], compilation: str) -> dict[str, Any]:
         "host": platform.node(),
         "system": platform.platform(),
         "devices": list(devices),
-        "steps": compilation,
+        "compilation": compilation,
         "versions": {
             "python": platform.python_version(),
             "ctl_core": __version__,
