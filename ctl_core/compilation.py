@@ -47,7 +47,7 @@ def choose_functions(
     else:
         choice = CompilationChoice(Compilation.NOTHING, _BEGUN_WITHOUT)
     state.compilation = choice
-    return StepFunctions(state, summaries, choice.compilation)
+    return StepFunctions(state, summaries, choice.parts)
 
 
 def _choose_automatically(
@@ -62,13 +62,14 @@ def _choose_automatically(
     else:
         reason = "it trains on a CPU"
     if reason is None:
-        compilation = find_compilation(state.components, state.data)
-        functions = StepFunctions(state, summaries, compilation)
-        if compilation is Compilation.STEP:
+        parts = find_compilation(state.components, state.data)
+        functions = StepFunctions(state, summaries, parts)
+        seconds = None
+        if parts is Compilation.STEP:
             reason = find_obstacle(state, functions)
+            seconds = time.monotonic() - start
     if reason is None:
-        seconds = time.monotonic() - start
-        state.compilation = CompilationChoice(compilation, seconds=seconds)
+        state.compilation = CompilationChoice(parts, seconds=seconds)
         return functions
     if not is_new:
         name = relative_path(state.run_dir)
@@ -124,10 +125,10 @@ def find_obstacle(state: State, functions: StepFunctions) -> str | None:
     try:
         return functions.find_obstacle(frozenset(arguments & {*OBSERVED}))
     except HookFailed as error:
-        if not isinstance(error.__cause__, NotCompilable):
-            raise
-        place, _, _ = str(error).partition(": ")
-        return f"{place} writes a tf.summary"
+        if isinstance(error.__cause__, NotCompilable):
+            place, _, _ = str(error).partition(": ")
+            return f"{place} writes a tf.summary"
+        return str(error)  # if it fails in any case, it does so when the plain step is traced
 
 
 def explain_for_gpu(state: State) -> str:

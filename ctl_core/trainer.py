@@ -74,7 +74,7 @@ class Trainer:
         self.functions = choose_functions(state, summaries, begun_compiled)
         if begun_compiled not in (None, state.compilation.is_compiled):
             console.say(describe_compilation_change(state))
-        begin_reading(state.data, state.compilation.compilation)
+        begin_reading(state.data, state.compilation.parts)
         self.checkpoints = Checkpoints(state, console)
         self._run = run
         self._console = console

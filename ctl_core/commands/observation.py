@@ -189,7 +189,7 @@ class Observer:
         """
         writer = tf.summary.create_noop_writer()
         noisy = choose_functions(self._state, writer, begun=None)
-        compilation = self._state.compilation.compilation
+        compilation = self._state.compilation.parts
         begin_reading(self._state.data, compilation)
         quiet = StepFunctions(self._state, writer, compilation, quiet=True)
         if self.noisy_steps is NoisySteps.UNKNOWN:

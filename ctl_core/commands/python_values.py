@@ -384,7 +384,7 @@ def _compare_with_old(
 def trace_all(state: State) -> list[tf.Operation]:
     """Traces a step and the evaluation anew, and returns their ops."""
     writer = tf.summary.create_noop_writer()
-    functions = StepFunctions(state, writer, state.compilation.compilation)
+    functions = StepFunctions(state, writer, state.compilation.parts)
     functions.trace()
     operations = list(functions.list_operations())
     if state.evaluation is not None:

@@ -37,20 +37,20 @@ class CompilationChoice:
     """Whether the steps of a run are compiled.
 
     Attributes:
-        compilation: the parts of a step that XLA compiles
+        parts: the parts of a step that XLA compiles
         reason: why it compiles nothing; "" if it compiles something
         seconds: how long it took to find out that it can compile all of a step; None if that was
             not asked
     """
 
-    compilation: Compilation
+    parts: Compilation
     reason: str = ""
     seconds: float | None = None
 
     @property
     def is_compiled(self) -> bool:
         """Whether XLA compiles anything."""
-        return self.compilation is not Compilation.NOTHING
+        return self.parts is not Compilation.NOTHING
 
     def __str__(self) -> str:
         """Returns ``compiled by XLA (checked in 2.1 s)`` or ``not compiled: `` with the reason."""

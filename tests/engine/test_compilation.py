@@ -54,7 +54,7 @@ def test_a_run_on_a_gpu_is_compiled_and_says_so(
     """Its weights are those of ``jit_compile: true``, bit for bit."""
     hooks = small.hooks(create_model=create_model, every_steps={3: lambda loss, output: None})
     state = train(hooks, steps=6)
-    assert state.compilation.compilation is Compilation.STEP
+    assert state.compilation.parts is Compilation.STEP
     first_line = capfd.readouterr().out.splitlines()[0]
     assert ", compiled by XLA (checked in " in first_line
     assert describe_environment(state).startswith("compiled by XLA (checked in ")
@@ -65,7 +65,7 @@ def test_a_run_on_a_cpu_is_not_compiled_and_does_not_mention_it(
     train: Train, capfd: pytest.CaptureFixture[str]
 ) -> None:
     state = train(small.hooks(), steps=2)
-    assert state.compilation.compilation is Compilation.NOTHING
+    assert state.compilation.parts is Compilation.NOTHING
     assert "compiled" not in capfd.readouterr().out
     assert describe_environment(state) == "not compiled: it trains on a CPU"
 
@@ -133,7 +133,7 @@ def test_a_run_that_cannot_be_compiled_trains_without_and_says_why(train: Train,
     replaced, reason = OBSTACLES[name]
     settings = {"steps": 4, "last_batch": "keep" if name == "last batch" else "drop"}
     asked = train(small.hooks(**replaced), **settings)
-    assert asked.compilation.compilation is Compilation.NOTHING
+    assert asked.compilation.parts is Compilation.NOTHING
     assert re.fullmatch(f"not compiled: {reason}", describe_environment(asked))
     plain = train(small.hooks(**replaced), **settings, jit_compile=False, run_name="plain")
     assert_weights(asked, plain, rtol=0)
