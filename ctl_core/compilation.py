@@ -148,8 +148,8 @@ def explain_for_gpu(state: State) -> str:
     recurrent = list_cudnn_layers(state.recording.layers)
     if recurrent:
         text += (
-            f"; but on a GPU, Keras may build {', '.join(recurrent)} with cuDNN, which it cannot: "
-            "use_cudnn=False there lets it"
+            f"; on a GPU, however, Keras builds {', '.join(recurrent)} with cuDNN, which XLA "
+            "cannot compile, unless use_cudnn is False"
         )
     return text
 
