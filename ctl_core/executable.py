@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,14 @@ from ctl_core.compat import add_called_ops, list_gpu_ops, lower
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.components import Components
 from ctl_core.model.failures import find_line
+from ctl_core.run.errors import format_error
 from ctl_core.types import GraphFunction, Structure
 
 # The inputs of a graph, which are no ops of it.
 _INPUT = "Placeholder"
+# The beginning of every message of lowering, and the op that it is about.
+_LOWERING_FAILED = "ValueError: Failed getting HLO text: '"
+_NODE = re.compile(r"\{\{node ([^{}]+)\}\}")
 _CUDNN_CURE = "; create its layer with use_cudnn=False, and it can"
 
 
@@ -65,7 +70,7 @@ class Executable:
         try:
             lower(self._function, self._specs, self._device)
         except (ValueError, TypeError, tf.errors.OpError) as error:
-            return self._hooks.attribute_error(error)
+            return describe_failure(error, self._concrete.graph, self._hooks)
         return None
 
 
@@ -87,3 +92,17 @@ def describe_op(op: tf.Operation, hooks: Hooks) -> str:
     if op.type.startswith("Cudnn"):
         text += _CUDNN_CURE
     return text
+
+
+def describe_failure(error: Exception, graph: tf.Graph, hooks: Hooks) -> str:
+    """Describes why a graph cannot be lowered, with op, hook and line if they are known.
+
+    The stack within XLA's message has no whole names of files, so the op is looked up by its name.
+    """
+    reason = format_error(error, 160).removeprefix(_LOWERING_FAILED)
+    named = _NODE.search(str(error))
+    if named is not None:
+        for op in add_called_ops(graph.get_operations()):
+            if op.name == named[1]:
+                return f"{describe_op(op, hooks)} ({reason})"
+    return f"the step cannot be compiled ({reason})"
