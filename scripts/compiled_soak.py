@@ -13,14 +13,17 @@ import resource
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
 
 import ctl_core
 from ctl_core import build
-from tests.golden import small
-from tests.golden.engine import start_devices
-from tests.helpers import on_gpus
 
+PART_OF_GPU_MIB = 2048
 MORE_THREADS = 2
 MORE_MEMORY = 0.01
 
@@ -42,6 +45,34 @@ def read_use() -> Use:
     return Use(threads, pages * resource.getpagesize())
 
 
+def create_dataset(global_batch_size: int) -> tf.data.Dataset:
+    """Returns some examples of a linear function."""
+    inputs = np.random.default_rng(0).normal(size=(1024, 16)).astype("float32")
+    examples = tf.data.Dataset.from_tensor_slices((inputs, inputs.sum(axis=1, keepdims=True)))
+    return examples.batch(global_batch_size, drop_remainder=True)
+
+
+def create_model() -> keras.Model:
+    """Returns a dense network with noise."""
+    layers = keras.layers
+    return keras.Sequential([layers.Dense(32, "relu"), layers.Dropout(0.1), layers.Dense(1)])
+
+
+def create_loss() -> Any:
+    """Returns the squared error of each example."""
+    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2, axis=1)
+
+
+def train_on_parts_of_gpu(number: int) -> None:
+    """Lets the run train on parts of the first GPU, whose sums are taken on one of them."""
+    gpu = tf.config.list_physical_devices("GPU")[0]
+    part = tf.config.LogicalDeviceConfiguration(memory_limit=PART_OF_GPU_MIB)
+    tf.config.set_logical_device_configuration(gpu, [part] * number)
+    names = [f"GPU:{index}" for index in range(number)]
+    strategy = tf.distribute.MirroredStrategy(names, tf.distribute.ReductionToOneDevice())
+    build.create_strategy = lambda config: strategy
+
+
 def main() -> int:
     """Trains; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m scripts.compiled_soak", description=__doc__)
@@ -49,22 +80,27 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--gpu", action="store_true")
     arguments = parser.parse_args()
-    start_devices()
     if arguments.gpu:
-        build.create_strategy = on_gpus.create_strategy
+        train_on_parts_of_gpu(arguments.devices)
     uses: list[Use] = []
 
     def note(step: Any) -> None:
         uses.append(read_use())
         print(f"step {int(step)}: {uses[-1]}", flush=True)
 
-    hooks = small.hooks(at_step={arguments.steps // 10: note, arguments.steps: note})
+    hooks = SimpleNamespace(
+        create_dataset=create_dataset,
+        create_model=create_model,
+        create_loss=create_loss,
+        every_steps={},
+        at_step={arguments.steps // 10: note, arguments.steps: note},
+    )
     with tempfile.TemporaryDirectory() as folder:
         config = ctl_core.Config(
             steps=arguments.steps,
-            batch_size=small.BATCH,
+            batch_size=32,
             jit_compile=True,
-            virtual_devices=arguments.devices,
+            virtual_devices=1 if arguments.gpu else arguments.devices,
             runs_dir=folder,
             ckpt_every=0,
         )
