@@ -46,7 +46,8 @@ from ctl_core.types import (
 )
 
 NOT_COMPILABLE = (
-    "jit_compile compiles no tf.summary and no exchange of replicas; leave that or it out"
+    "jit_compile compiles no tf.summary and no exchange of replicas; leave that out, or train with "
+    "--no-jit-compile"
 )
 _OPTIMIZER_IN_MICRO_BATCH = (
     "grad_pre: applies an optimizer by itself, with accumulate_steps in each micro-batch; return "

@@ -28,7 +28,7 @@ class Compilation(enum.Enum):
     """The parts of a training step that XLA compiles."""
 
     NOTHING = enum.auto()
-    REPLICA = enum.auto()  # the forward and backward pass of each replica, each by itself
+    REPLICA = enum.auto()  # of each replica: the work before the sum over replicas, and after it
     STEP = enum.auto()  # the whole step, in one executable whose tensors have fixed shapes
 
 

@@ -255,6 +255,7 @@ def test_summaries_have_the_learning_rate_and_the_speed(
 ) -> None:
     """Half a cosine; metrics.jsonl, which is compared line by line, knows none of it."""
     monkeypatch.setattr(summaries, "PAUSE", 0.0)  # however fast the steps are
+    monkeypatch.setattr(summaries, "read_peak_memory", lambda devices: 3 * 2**20)  # as of a GPU
     report = {2: lambda step, loss: ctl_core.report(step, loss=loss)}
     hooks = small.hooks(every_steps=report)
     settings = {"lr_schedule": "cosine", "learning_rate": 0.2, "batch_size": 16}
@@ -271,6 +272,7 @@ def test_summaries_have_the_learning_rate_and_the_speed(
         if name == "progress/examples_per_second":
             expected = 16 * scalars[step, "progress/steps_per_second"]
             assert value == pytest.approx(expected, rel=1e-4)
+    assert scalars[16, "progress/peak_gpu_memory_mib"] == 3.0
     lines = map(json.loads, Path(state.run_dir, "metrics.jsonl").read_text().splitlines())
     assert {name for line in lines for name in line} == {"step", "split", "loss"}
 
