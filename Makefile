@@ -27,8 +27,10 @@ MARK ?= slow or not slow
 DEVICE ?= cpu
 WITH ?= tensorflow-cpu
 PIP = -m pip install --quiet --disable-pip-version-check
+# One more than there are cores, for some tests wait for others' processes; each takes up to 1.5 GB.
+PROCESSES ?= $(shell "$(PYTHON)" -c 'import os; print(min(8, 1 + (os.cpu_count() or 2)))')
 # A process that crashes ends the tests: with another in its place they would wait for ever.
-PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses 3 --max-worker-restart 0 --dist loadfile \
+PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses $(PROCESSES) --max-worker-restart 0 --dist loadfile \
 	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers,--ignore tests/on_$(place)) --ignore tests/engine_net
 
 .PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove generated python \

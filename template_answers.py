@@ -40,6 +40,9 @@ TAKEN = """
     keras_nlp keras_tuner transformers datasets tokenizers huggingface_hub gym gymnasium
     wandb mlflow comet_ml trackio optuna ray ipython jupyter notebook
 """
+# Words that YAML reads as null, true or false: as the name of a task, an image or a package, they
+# are no text in some files of the project, or for some tool that reads them.
+YAML_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 FREE = ("project_name", "project_slug", "description", "author")
 MOST_CHARACTERS = 64
 TEMPLATE_MARKS = ("{%", "{#", "{{")
@@ -78,11 +81,13 @@ def usable_slug(slug: str) -> str:
     plain = re.sub(r"[^a-z0-9]+", "_", slug.lower())[: MOST_CHARACTERS - 8].strip("_")
     if not plain or plain[0].isdigit():
         return f"project_{plain}".rstrip("_")
-    return f"my_{plain}" if keyword.iskeyword(plain) or is_taken(plain) else plain
+    if plain in YAML_WORDS or keyword.iskeyword(plain) or is_taken(plain):
+        return f"my_{plain}"
+    return plain
 
 
 def check_slug(slug: str) -> None:
-    """Refuses a slug that is no lower-case Python identifier or whose name is taken."""
+    """Refuses a slug that is no lower-case Python name, is taken, or has a meaning in YAML."""
     instead = f"answer for example {usable_slug(slug)!r}"
     if not re.fullmatch(r"[a-z]([a-z0-9_]*[a-z0-9])?", slug) or len(slug) > MOST_CHARACTERS:
         why = (
@@ -92,6 +97,8 @@ def check_slug(slug: str) -> None:
         refuse("project_slug", slug, why, instead)
     if keyword.iskeyword(slug):
         refuse("project_slug", slug, "is a Python keyword", instead)
+    if slug in YAML_WORDS:
+        refuse("project_slug", slug, "is not text but a value in YAML files", instead)
     if is_taken(slug):
         refuse("project_slug", slug, "is the name of a module or package in use", instead)
 

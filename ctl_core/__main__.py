@@ -2,7 +2,8 @@
 
 Exit codes: 0 the command succeeded; 1 it failed while running, or training ended with a loss that
 is not finite; 2 wrong usage, settings or hooks; 75 another process of the cluster was lost; 130
-and 143 stopped by SIGINT or SIGTERM after saving; 130 also after a second SIGINT, without saving.
+stopped by SIGINT after saving, or by a second one without saving; 143 stopped by SIGTERM or SIGUSR1
+after saving.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from ctl_core.run.errors import CtlError, PeerLost, format_error
 
 try:
     from ctl_core.checkpoint.source import find_start
-    from ctl_core.cluster import supervisor
+    from ctl_core.cluster import background, supervisor
     from ctl_core.cluster.signals import INTERRUPTED
     from ctl_core.cluster.task import LONGEST, Task, read_task
     from ctl_core.commands.cli import COMMANDS, Command, parse_command
@@ -34,6 +35,7 @@ try:
     )
     from ctl_core.hooks.reference import find_spec, format_hook, format_table
     from ctl_core.run.files import choose_run_name
+    from ctl_core.run.output import keep_outputs
     from ctl_core.run.settings import Config
 except ModuleNotFoundError as error:
     print(
@@ -60,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     owns_process = argv is None
     if argv is None:
         argv = sys.argv[1:]
+        keep_outputs()
     if not argv or argv[0] in ("-h", "--help"):
         _print_usage()
         return 0 if argv else 2
@@ -75,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         code, text = _describe_failure(error)
         # The supervisor reports a lost peer itself, and knows which one it was and how it ended.
+        background.tell_failure(f"error: {text}")
         is_reported = is_supervised and isinstance(error, PeerLost)
         if debug or not is_reported:
             print(f"error: {text}", file=sys.stderr, flush=True)
@@ -151,16 +155,36 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
     # TensorFlow's C++ messages are about the machine, not the run. When a cluster loses a process
     # there are many of them, and the engine reports the loss in one line.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if config.debug else "3")
-    hooks_file = find_callbacks(config.callbacks, command.run, command.trained_with, is_training)
+    hooks_file = find_callbacks(
+        config.callbacks,
+        command.run,
+        command.trained_with,
+        is_training,
+        is_named=command.names_callbacks,
+    )
     if not is_supervised:  # the supervisor has printed the notes
         _print_notes(command, task, hooks_file)
     check_compiles(hooks_file)
     if not is_training or command.options["check"]:
         config = _leave_cluster(config)
+    elif command.options["background"] and not background.is_in_background():
+        return _start_in_background(config, argv)
     elif config.workers > 1 and not is_supervised:
         name = config.run_name or choose_run_name(Path(config.runs_dir))
         return supervisor.start_cluster(argv, dataclasses.replace(config, run_name=name))
     return _run_here(command, config, hooks_file)
+
+
+def _start_in_background(config: Config, argv: list[str]) -> int:
+    """Trains in another process; returns 0 once it has taken a step.
+
+    Args:
+        config: the settings
+        argv: the words of the command
+    """
+    name = config.run_name or choose_run_name(Path(config.runs_dir))
+    words = [word for word in argv if word.partition("=")[0] != "--background"]
+    return background.start([*words, "--run-name", name], Path(config.runs_dir) / name)
 
 
 def _print_notes(command: Command, task: Task, hooks_file: HooksFile) -> None:

@@ -21,6 +21,7 @@ from ctl_core.checkpoint.initial_weights import (
     list_weights,
     load_initial_weights,
 )
+from ctl_core.checkpoint.retention import prepare_list
 from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
@@ -29,7 +30,7 @@ from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.hooks.optimizer_groups import OptimizerGroups, is_pairs
 from ctl_core.hooks.optimizers import refuse_loss_scales
-from ctl_core.hooks.recording import Recording, record_nothing, unfreeze
+from ctl_core.hooks.recording import Recording, unfreeze
 from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
 from ctl_core.input.caches import refuse_shared_caches
 from ctl_core.input.stream import Input
@@ -55,7 +56,7 @@ from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.model.state import State
 from ctl_core.numerics.learning_rate import LearningRate, Rate, RateSchedule, make_rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
-from ctl_core.numerics.randomness import find_drawing_layers, keep_seeds
+from ctl_core.numerics.randomness import find_drawing_layers
 from ctl_core.numerics.reduction import PIECES
 from ctl_core.numerics.variables import (
     is_summed,
@@ -79,62 +80,6 @@ from ctl_core.types import (
     Variable,
     VariablesByObjective,
 )
-
-# Keras' dtype policy outside of the run that is being built or trained; None: there is no run.
-_policy_outside: keras.DTypePolicy | None = None
-
-
-@contextlib.contextmanager
-def leave_run() -> Iterator[None]:
-    """Lets a hook use another run as if its own run did not exist, and then restores everything.
-
-    Inside the context, Keras' dtype policy and its names of objects are as they are outside of any
-    run, and no variable or layer is recorded. Afterwards, these are as they were before:
-
-    - the dtype policy, the names, and the generator of ``keras.random``
-    - the random numbers of Python, NumPy and TensorFlow
-    - whether ops are deterministic
-    - the recording of variables, of layers, and of layers that importing callbacks.py creates
-
-    ``session.run.open_session`` restores the console and the step of summaries, and ``Signals`` the
-    signal handlers.
-    """
-    global _policy_outside
-    policy = keras.config.dtype_policy()
-    outside = _policy_outside
-    if outside is not None:
-        keras.config.set_dtype_policy(outside)
-    _policy_outside = None
-    try:
-        with (
-            keep_seeds(),
-            compat.draw_from(None),
-            compat.name_anew(),
-            compat.keep_op_determinism(),
-            record_nothing(),
-        ):
-            yield
-    finally:
-        _policy_outside = outside
-        keras.config.set_dtype_policy(policy)
-
-
-@contextlib.contextmanager
-def prepare_process(config: Config) -> Iterator[None]:
-    """Sets up Keras and TensorFlow for a run, which then trains as in a new process.
-
-    Afterwards they are as before, even if a hook has set another dtype policy; see ``leave_run``.
-    """
-    global _policy_outside
-    with leave_run():
-        _policy_outside = keras.config.dtype_policy()
-        if config.precision != "float32":
-            keras.config.set_dtype_policy(f"mixed_{config.precision}")
-        compat.keep_large_sums_whole()
-        if config.deterministic:
-            tf.config.experimental.enable_op_determinism()
-        with compat.separate_losses(), compat.convert_variables():
-            yield
 
 
 def create_state(
@@ -331,10 +276,7 @@ class _Builder:
         self, components: Components, rate: LearningRate
     ) -> tuple[tf.train.Checkpoint, tf.train.CheckpointManager]:
         """Calls ``create_ckpt``; returns its checkpoint and its manager."""
-        try:
-            tf.train.get_checkpoint_state(str(self.run.ckpt))
-        except ValueError:  # after a power cut, the list may be empty, and then no manager starts
-            (self.run.ckpt / "checkpoint").unlink(missing_ok=True)
+        prepare_list(self.run.ckpt)
         return self._create(
             "create_ckpt",
             ckpt_path=str(self.run.ckpt),

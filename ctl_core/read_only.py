@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ctl_core.build import create_state, prepare_process
+from ctl_core.build import create_state
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.source import CheckpointName, Source
 from ctl_core.cluster.task import Task
 from ctl_core.model.state import State
 from ctl_core.run.console import Console, create_console
 from ctl_core.run.settings import Config
+from ctl_core.session.process import prepare_process
 from ctl_core.session.run import Run, open_session
 from ctl_core.types import Callbacks
 

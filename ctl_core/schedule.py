@@ -13,7 +13,7 @@ from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.table import OBSERVED
 from ctl_core.model.state import State
 from ctl_core.run.errors import SetupError
-from ctl_core.run.settings import EPOCHS, parse_seconds
+from ctl_core.run.settings import EPOCHS, PERIODS, parse_seconds
 
 # How long a graph call should take.
 TARGET_SECONDS = 1.0
@@ -46,10 +46,9 @@ class Schedule:
         self._marks = marks
         # The graph is left whenever one of these periods ends.
         self._periods_of_settings = {
-            "ckpt_every": convert_to_steps(state, "ckpt_every", config.ckpt_every),
-            "eval_every": convert_to_steps(state, "eval_every", config.eval_every),
-            "log_every": 0,
+            name: convert_to_steps(state, name, getattr(config, name)) for name in PERIODS
         }
+        self._periods_of_settings["log_every"] = 0  # unless there is something to log
         if state.components.list_logged_metrics():
             self._periods_of_settings["log_every"] = config.log_every
         self._periods = {period for period, hook in self._every if not hook.deferred}
@@ -121,7 +120,7 @@ class Schedule:
 
 
 def convert_to_steps(state: State, setting: str, value: int | str) -> int:
-    """Returns a period in steps; 0 if it is a time.
+    """Returns a period in steps; 0 for never, and for a time.
 
     Args:
         state: of the run, which knows the number of steps in an epoch
@@ -139,7 +138,7 @@ def convert_to_steps(state: State, setting: str, value: int | str) -> int:
     if state.data.steps_per_epoch is None:
         raise SetupError(
             f"{setting}: create_dataset or make_batches gives an endless dataset, which has no "
-            "epochs; say how many steps, or how many minutes."
+            "epochs; say how many steps."
         )
     return int(epochs[1]) * state.data.steps_per_epoch
 

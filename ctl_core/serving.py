@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.build import leave_run
+from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.checkpoint.source import CheckpointName
 from ctl_core.compat import make_scratch_graph, run_layers
 from ctl_core.hooks.callbacks_file import find_callbacks, keep_imports, load_callbacks
@@ -32,8 +32,9 @@ from ctl_core.read_only import restore_run
 from ctl_core.run.console import create_console
 from ctl_core.run.errors import SetupError, find_users_line, format_error
 from ctl_core.run.files import relative_path
-from ctl_core.run.layers import load_config
+from ctl_core.run.layers import resolve
 from ctl_core.run.settings import Config
+from ctl_core.session.process import leave_run
 from ctl_core.types import (
     AnyTensor,
     Batch,
@@ -387,12 +388,14 @@ def load(
     """
     folder = Path(os.path.abspath(run))
     refuse_here(folder)
-    config = load_config(folder / "config.yaml")
+    config = resolve([read_run_settings(folder)])
     with leave_run(), keep_imports(), _note_loading(folder):
         if callbacks is None:
             name = config.callbacks
             project = _find_project(folder, config.runs_dir)
-            hooks_file = find_callbacks(name, folder, name, training=False, project=project)
+            hooks_file = find_callbacks(
+                name, folder, name, training=False, project=project, is_named=False
+            )
             if hooks_file.note:
                 create_console().say(hooks_file.note)
             callbacks = load_callbacks(hooks_file, project)

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from ctl_core.checkpoint.checkpoints import Checkpoints, check_written
-from ctl_core.checkpoint.record import Record, find_best_step
+from ctl_core.checkpoint.record import Record
+from ctl_core.checkpoint.retention import find_best_step
+from ctl_core.cluster.background import tell_step
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.compilation import choose_functions
@@ -237,6 +239,7 @@ class Trainer:
             ):
                 values = self.functions.take_steps(steps, fetches)
             self._run.steps_taken = step - self.start
+            tell_step()
             state.progress.examples += state.data.count_new_examples(steps)
             # Hooks that are due after the last step of the call run below, in their order.
             passed = range(before + 1, step if step == stop else step + 1)

@@ -4,22 +4,24 @@ Whole files are handed to the processes that test: those that take minutes first
 alone at the end. ``make check`` runs the quick ones, ``make test`` all but those marked ``slow``.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers import lean
+from tests.helpers.lean import sitecustomize  # noqa: F401  (before this process imports Keras)
 
 LONGEST = """
-    test_kills test_cluster test_processes test_documents test_check test_programs test_readers
-    test_hooks test_mistakes test_written_defaults test_initial_weights test_any_batch
-    test_program_extras test_state test_step test_checkpoint test_digits test_downloads
-    test_tfrecords test_text test_reading test_schedule test_detect_anomaly test_runs test_load
-    test_optimizers test_reduction test_hidden_state test_models test_cache_files test_evaluation
-    test_run_output test_runs_in_hooks test_numbers test_launch test_run_files test_files
-    test_render test_tutorial test_answers test_every_step test_notebook test_sweep_file
-    test_train_sh
+    test_kills test_programs test_check test_processes test_any_batch test_documents test_readers
+    test_program_extras test_written_defaults test_cluster test_hooks test_reduction
+    test_initial_weights test_hidden_state test_mistakes test_downloads test_digits test_optimizers
+    test_run_output test_evaluation test_checkpoint test_reading test_runs_in_hooks test_step
+    test_runs test_state test_data_hooks test_numbers test_models test_tutorial test_schedule
+    test_tfrecords test_load test_files test_detect_anomaly test_text test_render test_notebook
+    test_sweep_file test_reported_values test_every_step test_run_files test_cache_files
+    test_answers test_signals test_train_sh test_launch
 """
 # They start no process, and take less than half a minute of one core each.
 QUICK = """
@@ -30,7 +32,7 @@ QUICK = """
 
 @pytest.fixture(scope="session", autouse=True)
 def lean_path() -> Iterator[None]:
-    """Lets all processes that tests start import less; not those of pytest-xdist."""
+    """Lets all processes that tests start import less, as this one does."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(lean.FOLDER), before]))
     yield
@@ -40,6 +42,18 @@ def lean_path() -> Iterator[None]:
         os.environ["PYTHONPATH"] = before
 
 
+@pytest.fixture(autouse=True)
+def short_collections() -> Iterator[None]:
+    """Exempts from garbage collection what a test leaves behind.
+
+    TensorFlow keeps thousands of objects of each training. The engine collects garbage in each
+    training, and would look through those of all the tests before.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts by file; the rest stays in its order. Marks what is quick or slow as a whole."""
     rank = {name: number for number, name in enumerate(LONGEST.split())}
@@ -47,5 +61,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cluster"):
             item.add_marker("slow")
-        elif item.path.stem in QUICK.split():
+        elif item.path.stem in QUICK.split() and not item.get_closest_marker("slow"):
             item.add_marker("quick")

@@ -2,12 +2,11 @@
 # Trains the project in this folder: ./train.sh [SETTING...]; ./train.sh --help lists them.
 # At first, and when pyproject.toml or uv.lock has changed, it installs into .venv: by uv where there
 # is one, which writes uv.lock, otherwise by venv and pip. An active environment, or VENV=FOLDER, is
-# used as it is. --background goes on without the terminal: runs/NAME/train.log has what it says, and
-# `kill $(cat runs/NAME/pid)` saves and ends it. Exit code 2: no environment; others: the training's.
+# used as it is. Exit code 2: no environment, or a wrong setting; others: the training's.
 set -euo pipefail
 say() { printf 'train.sh: %s\n' "$*" >&2; }
 fail() { say "$@" && exit 2; }
-caller=$PWD env=${VENV:-${VIRTUAL_ENV:-}} uv=$(command -v uv || :) background=''
+caller=$PWD env=${VENV:-${VIRTUAL_ENV:-}} uv=$(command -v uv || :)
 CDPATH='' cd -- "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 pythons=$(sed -n 's/^requires-python = "\(.*\)".*/\1/p' pyproject.toml) # such as >=3.11,<3.14
 range=v${pythons//,/ and v}                                             # v>=3.11 and v<3.14
@@ -45,16 +44,4 @@ else
   env=$PWD/.venv
   until [ "$(cat .venv/.installed 2>/dev/null)" = "$(state)" ] && [ -x "$env/bin/python" ]; do (install >&2); done
 fi
-command=("$env/bin/python" -m ctl_core train)
-for word in "$@"; do
-  if [ "$word" = --background ]; then background=yes; else command+=("$word"); fi
-done
-[ -n "$background" ] || exec "${command[@]}" # which signals reach directly
-run=$(date +%Y%m%d-%H%M%S)
-if [[ " $* " =~ " --run-name"[=\ ]([^ ]+) ]]; then run=${BASH_REMATCH[1]}; else command+=(--run-name "$run"); fi
-run=runs/$run && mkdir -p "$run"
-flock -n "$run/train.log" true 2>/dev/null || [ $? != 1 ] || fail "another process trains $run"
-set -m # a process group of its own: Ctrl-C does not reach it, nor, by nohup, the terminal's end
-PYTHONUNBUFFERED=1 nohup "${command[@]}" </dev/null >>"$run/train.log" 2>&1 &
-echo $! >"$run/pid"
-say "process $! trains $run: tail -f $run/train.log; kill $! saves and ends it"
+exec "$env/bin/python" -m ctl_core train "$@" # which signals reach directly

@@ -13,13 +13,12 @@ A checkpoint of step 300 consists of these files in runs/NAME/ckpt:
 
 A process that is killed at any moment leaves either a complete checkpoint or none.
 
-The manager of ``create_ckpt`` deletes the oldest user's parts while it saves. record.py then
-removes the other files of each checkpoint that has no user's part any more, under any prefix.
+The manager of ``create_ckpt`` deletes the oldest user's parts while it saves. retention.py
+then removes the other files of each checkpoint that has no user's part any more, under any prefix.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -30,8 +29,10 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from ctl_core.checkpoint.finite import FiniteWeights
 from ctl_core.checkpoint.position import UNREADABLE, InputPosition
-from ctl_core.checkpoint.record import Damaged, Record, find_user_part, keep_best, read_record
+from ctl_core.checkpoint.record import Damaged, Record, find_user_part, list_files, read_record
+from ctl_core.checkpoint.retention import keep_and_remove, sweep
 from ctl_core.checkpoint.source import Source
 from ctl_core.checkpoint.vocabularies import Vocabularies
 from ctl_core.checkpoint.writer import Divergence, Writer, write_together
@@ -45,6 +46,7 @@ from ctl_core.numerics.variables import is_summed, unwrap
 from ctl_core.run.console import Console
 from ctl_core.run.errors import RunError, SetupError, format_error
 from ctl_core.run.files import relative_path
+from ctl_core.run.layers import format_config
 
 # The result of ``restore`` and ``read`` of a tf.train.Checkpoint.
 RestoreStatus: TypeAlias = Any
@@ -115,9 +117,11 @@ class Checkpoints:
         self._divergence = Divergence(
             state, [variable for variable in variables.values() if id(variable) not in differing]
         )
+        self._finite_weights = FiniteWeights(state)
         self._vocabularies = Vocabularies(state)
         self._position = InputPosition(state, console)
         self._writer = Writer(state, self._engine_part)
+        self._settings = format_config(state.config)
 
     def _find_created(self) -> dict[str, tf.Variable]:
         """Returns the variables of the engine's part by name.
@@ -185,8 +189,38 @@ class Checkpoints:
         self.wait()
         with self.statistics.hold_averages():
             self._divergence.check(step)
-            self._save(step)
-        self.saved_step = step
+            if self._accepts_weights(step):
+                self._save(step)
+                self.saved_step = step
+
+    def _accepts_weights(self, step: int) -> bool:
+        """Returns whether a checkpoint is written although weights may not be finite.
+
+        With ``on_nan: warn``, the first such checkpoint is written, in addition to those that the
+        manager keeps: further ones would soon have replaced all that can be used.
+
+        Raises:
+            RunError: ``on_nan`` is stop, and a weight is not finite.
+        """
+        state = self._state
+        if state.config.on_nan == "ignore":
+            return True
+        was_finite = state.has_finite_weights
+        name = self._finite_weights.find_nonfinite()
+        state.has_finite_weights = name is None
+        if name is None:
+            return True
+        if state.config.on_nan == "stop":
+            raise RunError(
+                f"after step {step}, {name} is not finite (on_nan: stop); no checkpoint of this "
+                "step is written."
+            )
+        if was_finite:
+            self._console.warn(
+                f"after step {step}, {name} is not finite. Until all weights are finite again, "
+                "this checkpoint is the last one; --detect-anomaly finds where the NaN comes from."
+            )
+        return was_finite
 
     def _warn_of_loss_scale(self) -> None:
         loss_scale = self._state.components.loss_scale
@@ -210,14 +244,14 @@ class Checkpoints:
             progress=dataclasses.asdict(state.progress),  # a copy, since hooks run meanwhile
             compiled=state.compilation.is_compiled,
             learnt=self._vocabularies.learnt,
+            settings=self._settings,
         )
         position: list[tf.Tensor] = []
         if self._cluster.task.chief:  # all processes read the same data, so one position is enough
             position = self._position.take(record)
         with write_together(state, step):
             engine.mkdir(parents=True, exist_ok=True)
-            # While its files are replaced, the checkpoint must not count.
-            (engine / f"ckpt-{step}.json").unlink(missing_ok=True)
+            self._remove_files(step)
             if self.statistics.checkpoint is not None:
                 self.statistics.checkpoint.write(str(self._name_statistics(self._folder, step)))
         write_position = functools.partial(
@@ -225,6 +259,20 @@ class Checkpoints:
         )
         with write_together(state, step):
             self._writer.write(record, write_position)
+
+    def _remove_files(self, step: int) -> None:
+        """Removes what this process has written in an earlier checkpoint of the same step.
+
+        The record goes first, so that the checkpoint does not count while it is replaced. The best
+        checkpoint may share the files, and TensorFlow would write into some of them.
+        """
+        statistics = self._name_statistics(self._folder, step).name
+        for path in reversed(list_files(self._folder, step)):
+            is_written_here = self._cluster.task.chief
+            if path.name.startswith("statistics-"):
+                is_written_here = path.name.startswith(f"{statistics}.")
+            if is_written_here:
+                path.unlink(missing_ok=True)
 
     def _name_statistics(self, folder: Path, step: int) -> Path:
         """Returns the prefix of the files that this process writes for its replicas."""
@@ -280,10 +328,9 @@ class Checkpoints:
                 break
         has_lost_records = any(folder.glob("*.index")) and not (folder / "engine").is_dir()
         if record is None and (steps or has_lost_records):
-            raise SetupError(
-                f"{relative_path(folder)}: there are checkpoints, but none of them is whole; to "
-                "start over, choose another run_name or remove the folder."
-            )
+            raise SetupError(_explain_none_whole(folder, source))
+        if with_input and self._cluster.task.chief:
+            sweep(self._folder)
         if with_input:
             fold_in_replica_id(
                 self._state.recording.generators, self._state.strategy, self._cluster.task
@@ -293,13 +340,12 @@ class Checkpoints:
         return record
 
     def _finish_restoring(self, folder: Path, record: Record) -> None:
-        """Restores the values that replicas have for themselves, and the best checkpoint."""
+        """Restores the values that replicas have for themselves, and tidies up after a kill."""
         self._restore_statistics(folder, record)
         if folder != self._folder:
             self._console.say(f"fork: goes on from {relative_path(folder)}, step {record.step}.")
         if self._cluster.task.chief:
-            # Done when the checkpoint was written, unless the process was killed before that.
-            keep_best(self._folder, record, folder)
+            keep_and_remove(self._state, record, folder)
 
     def _restore_step(self, folder: Path, step: int, with_input: bool) -> Record | None:
         """Restores the checkpoint of a step; if it is damaged, warns and returns None."""
@@ -314,7 +360,6 @@ class Checkpoints:
                 f"the checkpoint of step {step} is damaged ({damage}); using the one before."
             )
             return None
-        self._state.progress = Progress.from_json(record.progress)
         if with_input:
             self._position.restore(record, folder / "engine" / f"input-{step}")
         self._settle_averages(record, with_input)
@@ -346,6 +391,10 @@ class Checkpoints:
             SetupError: the checkpoint does not fit the model.
         """
         record = read_record(folder, step)
+        try:
+            progress = Progress.from_json(record.progress)
+        except (TypeError, ValueError) as error:
+            raise Damaged("its record cannot be read") from error
         user_part = find_user_part(folder, step)
         needed = [name for name in self._created if name.startswith(_NEEDED)]
         missing = [name for name in needed if name not in record.created]
@@ -365,22 +414,48 @@ class Checkpoints:
         for layer in self._state.recording.layers:
             if isinstance(layer, keras.layers.Normalization):
                 layer.finalize_state()  # it computes with constants made from its variables
+        self._state.progress = progress
         return record
 
     def _restore_statistics(self, folder: Path, record: Record) -> None:
         """Restores the values that each replica has for itself.
 
         With another number of replicas than before, all of them continue with the mean. The same
-        happens if the file cannot be read: the mean differs only by the order of sums.
+        happens, with a warning, if the file cannot be read: the mean differs only by the order of
+        sums.
         """
         statistics = self.statistics
         is_same_number = record.replicas == self._state.components.shape.replicas
         has_same_variables = record.created == list(self._created)
         if statistics.checkpoint is None or not is_same_number or not has_same_variables:
             return
-        with contextlib.suppress(*UNREADABLE):
-            statistics.checkpoint.read(str(self._name_statistics(folder, record.step)))
+        prefix = self._name_statistics(folder, record.step)
+        try:
+            statistics.checkpoint.read(str(prefix))
             statistics.copies.put_back()
+        except UNREADABLE:
+            self._console.warn(
+                f"{relative_path(prefix)} cannot be read: the statistics of each replica continue "
+                "from their mean, so weights may differ by rounding."
+            )
+
+
+def _explain_none_whole(folder: Path, source: Source | None) -> str:
+    """Returns the message for a folder in which no checkpoint can be used."""
+    if source is not None and source.wanted == "best":
+        return (
+            f"{relative_path(folder)}: the copy of the best checkpoint is damaged; leave out best "
+            "to use the newest one, or train on, which copies it again if its original is there."
+        )
+    if source is not None and source.wanted is not None:
+        return (
+            f"{relative_path(folder)}: the checkpoint of step {source.wanted} is damaged; use "
+            "another one."
+        )
+    return (
+        f"{relative_path(folder)}: there are checkpoints, but none of them is whole; to start "
+        "over, choose another run_name or remove the folder."
+    )
 
 
 def _list_variables(ckpt: tf.train.Checkpoint) -> list[tf.Variable]:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ctl_core.checkpoint.position import UNREADABLE
 from ctl_core.checkpoint.record import find_user_part
 from ctl_core.checkpoint.source import is_model, read_source
-from ctl_core.compat import SavedObject, read_object_graph
+from ctl_core.compat import SavedObject, read_object_graph, read_variables
 from ctl_core.hooks.hooks import Hook
 from ctl_core.numerics.variables import make_trackable, name_variable, unwrap, walk
 from ctl_core.run.errors import SetupError, format_error
@@ -348,14 +348,13 @@ def _find_shape(value: np.ndarray | None) -> _Shape | None:
 def _read_saved_model(path: Path) -> dict[str, np.ndarray]:
     """Returns the values of the variables by name, except where variables of one name differ.
 
+    Only the files of the variables are read, so that a SavedModel of somebody else runs nothing.
+
     Raises:
         SetupError: the SavedModel cannot be read.
     """
     try:
-        loaded = tf.saved_model.load(str(path))  # kept in a variable, since a view does not hold it
-        descendants = tf.train.TrackableView(loaded).descendants()
-        variables = [item for item in descendants if isinstance(item, tf.Variable)]
-        pairs = [(name_variable(variable), variable.numpy()) for variable in variables]
+        pairs = read_variables(str(path / "variables" / "variables"))
     except (OSError, *UNREADABLE) as error:
         raise SetupError(
             f"init_from: {relative_path(path)} cannot be read: {format_error(error)}"

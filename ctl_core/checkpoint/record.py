@@ -1,30 +1,43 @@
-"""Records, which make checkpoints count; the files of a checkpoint; the copy kept as the best."""
+"""Records, which make checkpoints count, and the files of a checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
-import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from ctl_core import __version__
 from ctl_core.run.errors import SetupError
-from ctl_core.run.files import atomic_write, relative_path
+from ctl_core.run.files import atomic_write, flush_to_disk, relative_path
 
 # To be raised when another version of the engine could misread a record of this one.
 FORMAT = 2
+# The files in which TensorFlow writes tensors, after their prefix.
+_TENSOR_FILE = r"\.(?:index|data-\d{5}-of-\d{5})"
+_USER_FILE = re.compile(rf".+-(?P<step>\d+){_TENSOR_FILE}")
+_ENGINE_FILE = re.compile(
+    rf"(?:ckpt|input|statistics)-(?P<step>\d+)(?:-\d+)?(?:{_TENSOR_FILE}|\.json)"
+)
+# The names that layers have for what they have learned.
+LearnedName = Literal["vocabulary", "idf_weights", "bin_boundaries", "mean", "variance"]
 
 
 class Damaged(RuntimeError):
     """A part of a checkpoint cannot be read."""
 
 
-@dataclasses.dataclass
+@dataclass(config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=True))
 class Record:
     """The values of a checkpoint that are no tensors.
+
+    A record that is read may come from anybody, so its types are checked.
 
     Attributes:
         step: how many steps were taken
@@ -38,6 +51,8 @@ class Record:
         reader: the position of a reader in Python, as text
         compiled: whether XLA compiles the steps of the run; None in a record that does not say so
         learnt: the values that preprocessing layers have learned, see vocabularies.py
+        settings: the settings of the run, as the text of its config.yaml; empty in a record of 1.0
+        sizes: the result of ``measure_files``; empty in a record of 1.0
         format: the ``FORMAT`` of the engine that wrote the record
         engine: the version of that engine
     """
@@ -52,18 +67,22 @@ class Record:
     progress: dict[str, Any]
     reader: str = ""
     compiled: bool | None = None
-    learnt: dict[str, Any] = dataclasses.field(default_factory=dict)
+    learnt: dict[str, dict[LearnedName, list[str | int | float]]] = dataclasses.field(
+        default_factory=dict
+    )
+    settings: str = ""
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
     engine: str = __version__
 
 
 def list_saved_steps(folder: Path) -> list[int]:
     """Returns the steps that a folder of checkpoints has records of, newest first."""
-    matches = (re.fullmatch(r"ckpt-(\d+)\.json", name) for name in _list(folder / "engine"))
+    matches = (re.fullmatch(r"ckpt-(\d+)\.json", name) for name in list_names(folder / "engine"))
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
-def _list(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     """Returns the names in a folder; none if it does not exist.
 
     ``Path.glob`` takes five times as long.
@@ -88,107 +107,105 @@ def write_record(folder: Path, record: Record) -> None:
     """
     engine = folder / "engine"
     path = engine / f"ckpt-{record.step}.json"
-    _flush_to_disk(*_list_files(folder, record.step), folder / "checkpoint", engine, folder)
+    record.sizes = measure_files(folder, record.step)
+    flush_to_disk(*list_files(folder, record.step), folder / "checkpoint", engine, folder)
+    content = dataclasses.asdict(record)
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
-    _flush_to_disk(path, engine)
+        text = json.dumps({**content, "checksum": _compute_checksum(content)})
+        temporary.write_text(text, encoding="utf-8")
 
 
-def _flush_to_disk(*paths: Path) -> None:
-    """Flushes files, and the entries of folders."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+def measure_files(folder: Path, step: int) -> dict[str, int]:
+    """Returns the sizes of the files that hold the variables of a checkpoint, in bytes.
+
+    The files of the position in the data, and those of single replicas, are left out: a run resumes
+    without them, too.
+
+    Returns:
+        The sizes by names such as ``user.index``, for whatever prefix the manager has given.
+
+    Raises:
+        Damaged: the user's part is gone.
+    """
+    prefixes = {"user": find_user_part(folder, step), "engine": folder / "engine" / f"ckpt-{step}"}
+    sizes = {}
+    for part, prefix in prefixes.items():
+        for name in list_names(prefix.parent):
+            suffix = name.removeprefix(prefix.name)
+            if name.startswith(prefix.name) and re.fullmatch(_TENSOR_FILE, suffix):
+                sizes[part + suffix] = (prefix.parent / name).stat().st_size
+    return sizes
+
+
+def _compute_checksum(content: dict[str, Any]) -> str:
+    """Returns the SHA-256 of a record's content, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """Reads the record of a checkpoint.
+    """Reads the record of a checkpoint, and checks that its other files have their sizes.
+
+    Records of engine 1.0 have neither a checksum nor sizes.
 
     Raises:
-        Damaged: it cannot be read, or belongs to another step.
+        Damaged: it cannot be read, belongs to another step, or a file of the checkpoint is not
+            whole.
         SetupError: another version of the engine wrote it, and this one could misread it.
     """
     path = folder / "engine" / f"ckpt-{step}.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content.get("format") != FORMAT:
+        version = content.get("format")
+        if content.pop("checksum", None) not in (None, _compute_checksum(content)):
+            raise ValueError("its checksum is another one")
+        if version != FORMAT and isinstance(version, int | None):
             raise SetupError(
                 f"{relative_path(folder)}: its checkpoints are of ctl_core "
                 f"{content.get('engine', '0.3')}, and {__version__} cannot go on from them; begin "
                 f"another run with their weights: --init-from {relative_path(folder.parent)}."
             )
         record = Record(**content)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged("its record cannot be read") from error
     if record.step != step:
         raise Damaged(f"its record is that of step {record.step}")
+    if record.sizes and measure_files(folder, step) != record.sizes:
+        raise Damaged("a file of it is not whole")
     return record
 
 
-def _list_files(folder: Path, step: int) -> list[Path]:
+def is_whole(folder: Path, step: int) -> bool:
+    """Returns whether a folder has a checkpoint of a step whose files can be used."""
+    try:
+        read_record(folder, step)
+    except (Damaged, SetupError):
+        return False
+    return True
+
+
+def list_files(folder: Path, step: int) -> list[Path]:
     """Returns the files of a checkpoint, the record last.
 
     Of the files that each process writes for itself, such as ``statistics-8-0``, the ones of all
-    processes.
+    processes. Other files, such as a user's ``plot-8.png``, are not part of the checkpoint.
     """
+    files = [folder / name for name in list_names(folder) if _find_step(_USER_FILE, name) == step]
     engine = folder / "engine"
-    of_this_step = re.compile(rf"\w+-{step}\b")
-    files = [folder / name for name in _list(folder) if f"-{step}." in name]
-    files += [engine / name for name in _list(engine) if of_this_step.match(name)]
+    files += [
+        engine / name for name in list_names(engine) if _find_step(_ENGINE_FILE, name) == step
+    ]
     return sorted(files, key=lambda path: path.suffix == ".json")
 
 
-def remove_orphans(folder: Path) -> None:
-    """Removes the engine's files of checkpoints whose user's part the manager has deleted.
-
-    A user's part under another prefix, which the manager does not delete, keeps a checkpoint.
-    The record is removed first, so that a checkpoint that is half removed does not count.
-    """
-    prefixes = [Path(name).stem for name in _list(folder) if name.endswith(".index")]
-    kept = {prefix.rpartition("-")[2] for prefix in prefixes}
-    for step in list_saved_steps(folder):
-        if str(step) in kept:
-            continue
-        for path in reversed(_list_files(folder, step)):
-            path.unlink(missing_ok=True)
+def list_engine_steps(folder: Path) -> set[int]:
+    """Returns the steps that a folder of checkpoints has any files of the engine of."""
+    steps = {_find_step(_ENGINE_FILE, name) for name in list_names(folder / "engine")}
+    return {step for step in steps if step is not None}
 
 
-def find_best_step(best: dict[str, list[float]]) -> int:
-    """Returns the step of the checkpoint that ``keep_best`` keeps, or -1.
-
-    Args:
-        best: by criterion the best value, its step, and the evaluations since; see ``Criterion``
-    """
-    steps = [int(step) for key, (_, step, _) in best.items() if key.startswith("keep_best=")]
-    return max(steps, default=-1)
-
-
-def keep_best(folder: Path, record: Record, source: Path | None = None) -> None:
-    """Copies the best checkpoint to the folder ``best``, unless it is there already.
-
-    Args:
-        folder: the run's folder of checkpoints
-        record: of the newest checkpoint, which knows the best step
-        source: the folder of checkpoints that a run was forked from, if that has the newest one
-    """
-    step = find_best_step(record.progress["best"])
-    best = folder / "best"
-    if step < 0:
-        return
-    source = source or folder
-    for place in (source, source / "best"):
-        if step in list_saved_steps(place) and step not in list_saved_steps(best):
-            with atomic_write(best) as temporary:
-                _copy(place, step, temporary)
-
-
-def _copy(folder: Path, step: int, target: Path) -> None:
-    """Copies a checkpoint; the copy shares its files where the file system supports that."""
-    (target / "engine").mkdir(parents=True)
-    for path in _list_files(folder, step):
-        copy = target / path.relative_to(folder)
-        try:
-            os.link(path, copy)
-        except OSError:
-            shutil.copy2(path, copy)
+def _find_step(pattern: re.Pattern[str], name: str) -> int | None:
+    """Returns the step in the name of a file; None if the file is not of this kind."""
+    match = pattern.fullmatch(name)
+    if match is None:
+        return None
+    return int(match["step"])

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from ctl_core.checkpoint.record import Damaged, list_saved_steps, read_record
+from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import relative_path
-from ctl_core.run.layers import read_file
 from ctl_core.run.settings import Config, Count
 
 CheckpointName = Count | Literal["best"] | None
@@ -72,7 +72,7 @@ class Source:
                 compiled = read_record(self.folder, step).compiled
                 if compiled is not None:
                     return compiled
-        return read_file(self.run / "config.yaml").values.get("jit_compile") is True
+        return read_run_settings(self.run).values.get("jit_compile") is True
 
 
 def read_source(setting: str, text: str, runs_dir: str) -> Source:
@@ -116,7 +116,7 @@ def find_start(config: Config) -> Source | None:
     if config.run_name is not None:
         run = Path(config.runs_dir, config.run_name).absolute()
         if list_saved_steps(run / "ckpt"):
-            if config.fork not in (None, read_file(run / "config.yaml").values.get("fork")):
+            if config.fork is not None and config.fork != read_run_settings(run).values.get("fork"):
                 raise SetupError(
                     f"fork: {relative_path(run)} has checkpoints, and did not begin from "
                     f"{config.fork}; choose another run_name."

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import keras
 import numpy as np
 
+from ctl_core.checkpoint.record import LearnedName
 from ctl_core.compat import flatten_layers
 from ctl_core.hooks.recording import IMPORTED
 from ctl_core.model.state import State
@@ -21,7 +22,7 @@ from ctl_core.run.console import Console
 from ctl_core.run.errors import SetupError
 
 # The values that a layer has learned, by the names that its class has for them, as lists.
-Learned: TypeAlias = dict[str, Any]
+Learned: TypeAlias = dict[LearnedName, list[str | int | float]]
 
 # Those within a TextVectorization included.
 _LOOKUPS = (
@@ -116,7 +117,7 @@ def _read_learned(layer: keras.Layer) -> Learned:
         return {name: np.ravel(getattr(layer, name)).tolist() for name in ("mean", "variance")}
     if isinstance(layer, keras.layers.Discretization):
         return {"bin_boundaries": np.ravel(layer.bin_boundaries).tolist()}
-    learned = {"vocabulary": np.asarray(layer.get_vocabulary()).tolist()}
+    learned: Learned = {"vocabulary": np.asarray(layer.get_vocabulary()).tolist()}
     if layer.output_mode == "tf_idf":
         learned["idf_weights"] = layer.idf_weights.numpy().tolist()
     return learned

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.checkpoint.record import Record, keep_best, remove_orphans, write_record
+from ctl_core.checkpoint.record import Record, write_record
+from ctl_core.checkpoint.retention import keep_and_remove
 from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.compat import GraphCheckpoint, Node, hold_objects, saves_itself
 from ctl_core.model.copies import define_copy
@@ -148,15 +149,15 @@ class Writer:
     ) -> None:
         manager = self._state.manager
         folder = Path(manager.directory)
-        with hold_objects(manager, copies.user_part):
+        keep_all = not self._state.has_finite_weights
+        with hold_objects(manager, copies.user_part, keep_all):
             saved = manager.save(checkpoint_number=record.step)
         if saved is None:
             raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
         copies.engine_part.write(str(folder / "engine" / f"ckpt-{record.step}"))
         write_position()
         write_record(folder, record)
-        keep_best(folder, record)
-        remove_orphans(folder)
+        keep_and_remove(self._state, record)
         self.written.append((record.step, Path(saved)))
 
 

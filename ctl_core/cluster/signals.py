@@ -1,5 +1,7 @@
 """SIGINT and SIGTERM: the first one stops a run and saves it; a second SIGINT ends it at once.
 
+SIGUSR1, by which batch systems announce the end of a job, counts as SIGTERM.
+
 A signal that only one process receives is passed to the others between two graph calls: see
 sync.py.
 """
@@ -17,6 +19,8 @@ from typing import TypeAlias
 # How long a signal may be repeated without counting as a second one (seconds).
 SAME_SIGNAL = 1.0
 INTERRUPTED = 128 + signal.SIGINT
+
+_SIGUSR1 = getattr(signal, "SIGUSR1", None)  # Windows has none
 
 # The handlers that signal.signal accepts and returns; None if the handler is not Python's.
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
@@ -48,6 +52,9 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous_handlers[number] = signal.signal(number, self._note)
+            # A handler of the user's own for SIGUSR1 stays.
+            if _SIGUSR1 is not None and signal.getsignal(_SIGUSR1) is signal.SIG_DFL:
+                self._previous_handlers[_SIGUSR1] = signal.signal(_SIGUSR1, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,7 +72,10 @@ class Signals:
         if os.getpid() != self._process:  # a child that multiprocessing, for one, has forked
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        elif number not in self.numbers:
+            return
+        if number == _SIGUSR1:
+            number = signal.SIGTERM
+        if number not in self.numbers:
             self._note_first(number)
         elif number == signal.SIGINT and time.monotonic() > self._interrupted_at + SAME_SIGNAL:
             raise KeyboardInterrupt

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from ctl_core.cluster.task import JOIN_SECONDS, Task, describe_loss, read_task, wait_for_others
+from ctl_core.cluster.task import (
+    JOIN_SECONDS,
+    Task,
+    describe_exposure,
+    describe_loss,
+    read_task,
+    wait_for_others,
+)
 from ctl_core.compat import cut_join, list_cpu_devices
 from ctl_core.run.errors import PeerLost, SetupError
 from ctl_core.run.settings import Config
@@ -148,6 +155,8 @@ def has_joined() -> bool:
 @functools.cache  # once: a second strategy would wait for others that are not starting
 def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
     """Joins the cluster as the given task; returns its strategy."""
+    if task.chief:
+        print(describe_exposure(task), flush=True)
     wait_for_others(task)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": list(task.addresses)}),

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
 
+from ctl_core.cluster.background import list_inherited
 from ctl_core.cluster.signals import Signals
 from ctl_core.run.errors import PeerLost, RunError, SetupError
 
@@ -152,6 +153,7 @@ def start_workers(command: Sequence[str], folder: Path, workers: int) -> Iterato
     folder.mkdir(parents=True, exist_ok=True)
     try:
         for index in range(workers):
+            inherited = list_inherited() if index == 0 else ()
             task = {"type": "worker", "index": index}
             place = {"cluster": cluster, "task": task, "shares_gpus": True}
             environ = {
@@ -170,7 +172,7 @@ def start_workers(command: Sequence[str], folder: Path, workers: int) -> Iterato
                     stdout=log,
                     stderr=log,
                     env=environ,
-                    pass_fds=(read_end,),
+                    pass_fds=(read_end, *inherited),
                     start_new_session=True,
                 )
             processes.append(worker)

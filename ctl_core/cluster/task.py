@@ -117,6 +117,20 @@ def describe_loss(task: Task, error: BaseException | None) -> str:
     return f"no answer from {name}; start all again: the run resumes from its last checkpoint."
 
 
+def describe_exposure(task: Task) -> str:
+    """Returns a line about the ports of a cluster, which TensorFlow cannot protect.
+
+    Its gRPC servers listen on all network interfaces. Whoever reaches one may read and write files,
+    and thereby run programs, with the rights of the process.
+    """
+    if task.shares_gpus:
+        return "cluster: its ports have no password; train in trusted networks only (SECURITY.md)."
+    return (
+        "cluster: the ports of its processes have no password and no encryption; allow only these "
+        "machines to reach them (SECURITY.md)."
+    )
+
+
 def wait_for_others(task: Task) -> None:
     """Waits until every other process of the cluster has listened on its address.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.build import create_state, prepare_process
+from ctl_core.build import create_state
 from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import prepare
@@ -49,6 +49,7 @@ from ctl_core.run.listeners import find_listener
 from ctl_core.run.settings import Config
 from ctl_core.serving import load
 from ctl_core.session.messages import count_parameters
+from ctl_core.session.process import prepare_process
 from ctl_core.session.run import Run, open_session
 from ctl_core.trainer import Trainer
 from ctl_core.types import Callbacks

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
+from ctl_core.checkpoint.run_settings import CONFIG_FILE, has_settings, read_run_settings
 from ctl_core.checkpoint.source import CheckpointName, read_source
 from ctl_core.hooks.callbacks_file import DEFAULT
 from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
@@ -38,6 +39,7 @@ _OPTIONS: dict[str, Any] = {
     "config": (list[str] | None, declare(None, "settings file; repeat the flag for more")),
     "continue": (bool, declare(False, "resume a run that a hook has ended (StopTraining)")),
     "check": (bool, declare(False, "try everything once, in a temporary folder")),
+    "background": (bool, declare(False, "go on without the terminal, once a step was taken")),
     "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
     "checkpoint": (CheckpointName, declare(None, "a step, or best; null: the newest")),
     "watch": (bool, declare(False, "evaluate each new checkpoint of a run in training")),
@@ -66,7 +68,9 @@ class Flags(NamedTuple):
 
 COMMANDS = {
     "train": Flags(
-        "train, or resume a run", ("config", "continue", "check", "note"), tuple(SETTINGS)
+        "train, or resume a run",
+        ("config", "continue", "check", "background", "note"),
+        tuple(SETTINGS),
     ),
     "evaluate": Flags(
         "evaluate a run's checkpoint",
@@ -83,8 +87,13 @@ COMMANDS = {
     ),
     "hooks": Flags("print the table of hooks, or all about one hook", ("hook",), ()),
 }
-# The settings that a fork does not inherit.
-_NOT_FORKED = frozenset({"workers", "run_name", "runs_dir", "fork", "init_from", "init_skip"})
+# The settings by which the code of a run is found.
+_CODE = ("callbacks", "listener")
+# The settings that a fork does not inherit. The other run may be somebody else's, whose code is run
+# only if the project or a flag names it.
+_NOT_FORKED = frozenset(
+    {"workers", "run_name", "runs_dir", "fork", "init_from", "init_skip", *_CODE}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +107,8 @@ class Command:
         notes: lines that tell the user which settings were ignored
         run: the folder of the run, if it exists already
         trained_with: the setting ``callbacks`` in that run's saved config.yaml
+        names_callbacks: whether the project, a variable or a flag names the file with the hooks,
+            and not only that config.yaml
     """
 
     name: str
@@ -106,6 +117,7 @@ class Command:
     notes: Sequence[str] = ()
     run: Path | None = None
     trained_with: str = DEFAULT
+    names_callbacks: bool = True
 
 
 class Origin(NamedTuple):
@@ -148,10 +160,14 @@ def parse_command(argv: Sequence[str]) -> Command:
     files = [
         read_file(Path(path), required=bool(named_files)) for path in named_files or ["config.yaml"]
     ]
+    names_callbacks = any("callbacks" in layer.values for layer in above)
+    if named_files:
+        names_callbacks |= any("callbacks" in layer.values for layer in files)
     origin = _find_origin(is_training, [*files, *above])
     trained_with = DEFAULT
     if origin is not None:
-        saved = read_file(origin.run / "config.yaml")
+        saved = read_run_settings(origin.run)
+        notes += _describe_saved(origin, saved, [*files, *above])
         trained_with = str(saved.values.get("callbacks", DEFAULT))
         inherited = saved.leave_out(_list_not_inherited(is_training, origin))
         if is_training and not named_files:
@@ -166,7 +182,7 @@ def parse_command(argv: Sequence[str]) -> Command:
     config = dataclasses.replace(config, callbacks=relative_path(config.callbacks))
     if command == "predict":
         config = dataclasses.replace(config, limit_eval=None)
-    return Command(command, config, options, notes, run, trained_with)
+    return Command(command, config, options, notes, run, trained_with, names_callbacks)
 
 
 def _list_files_of_variable() -> list[str]:
@@ -191,7 +207,7 @@ def _find_origin(is_training: bool, layers: Sequence[Layer]) -> Origin | None:
     if not is_training:
         return Origin(find_run(runs_dir, config.run_name))
     run = runs_dir / (config.run_name or "")
-    if (run / "config.yaml").is_file():
+    if config.run_name is not None and has_settings(run):
         return Origin(run)
     if config.fork:
         with contextlib.suppress(SetupError):  # training reports that there is no such run
@@ -235,13 +251,41 @@ def _describe_differences(
         return []
     # Each start saves the run's settings. Those that differed from the project's file even then
     # came from flags, so only a file that was edited later is worth a note.
-    if os.path.getmtime("config.yaml") <= os.path.getmtime(origin.run / "config.yaml"):
+    run_file = origin.run / CONFIG_FILE
+    if not run_file.exists() or os.path.getmtime("config.yaml") <= os.path.getmtime(run_file):
         return []
     names = make_line(", ".join(sorted(differing)), 100)
     return [
         f"{format_name(relative_path(origin.run))} keeps its own settings; config.yaml differs in "
         f"{names}: to use it, add --config config.yaml."
     ]
+
+
+def _describe_saved(origin: Origin, saved: Layer, others: Sequence[Layer]) -> list[str]:
+    """Returns notes on where the settings of a run come from, and which a fork leaves out.
+
+    Args:
+        origin: the run
+        saved: its settings
+        others: the project's settings files, variables and flags
+    """
+    notes = []
+    if not (origin.run / CONFIG_FILE).exists():
+        notes.append(
+            f"{format_name(relative_path(origin.run))} has no {CONFIG_FILE}: its settings are "
+            "those of its newest checkpoint."
+        )
+    if not origin.is_forked:
+        return notes
+    named = {name for layer in others for name in layer.values}
+    for name in _CODE:
+        value = saved.values.get(name)
+        if value not in (None, DEFAULT) and name not in named:
+            notes.append(
+                f"fork: that run had --{name} {format_name(value)}, which this one does not use "
+                "unless you name it, too."
+            )
+    return notes
 
 
 def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[str, Any]]:

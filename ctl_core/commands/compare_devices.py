@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.build import create_state, prepare_process
+from ctl_core.build import create_state
 from ctl_core.checkpoint.checkpoints import reject_unsaved
 from ctl_core.cluster.task import Task
 from ctl_core.commands.check_console import CheckConsole
@@ -25,6 +25,7 @@ from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
 from ctl_core.run.errors import CtlError, RunError, SetupError, format_error
 from ctl_core.run.settings import Config
+from ctl_core.session.process import prepare_process
 from ctl_core.session.run import Run, open_session
 
 DEVICES = 3

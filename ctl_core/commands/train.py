@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ctl_core.build import create_state, prepare_process
+from ctl_core.build import create_state
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import find_task
 from ctl_core.cluster.sync import join_peers
@@ -15,6 +15,7 @@ from ctl_core.run.console import Console
 from ctl_core.run.files import is_stdout
 from ctl_core.run.listeners import Listener, find_listener
 from ctl_core.run.settings import Config
+from ctl_core.session.process import prepare_process
 from ctl_core.session.run import Run, open_session
 from ctl_core.trainer import Trainer
 

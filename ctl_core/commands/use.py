@@ -16,7 +16,7 @@ from ctl_core.model.state import State
 from ctl_core.read_only import open_run, restore_run
 from ctl_core.run.console import Console, format_values
 from ctl_core.run.errors import SetupError
-from ctl_core.run.files import atomic_write, is_locked, relative_path
+from ctl_core.run.files import atomic_write, is_run_locked, relative_path
 from ctl_core.run.listeners import MetricsFile, read_metrics
 from ctl_core.run.settings import Config
 from ctl_core.session.run import Run
@@ -99,7 +99,7 @@ def _watch(state: State, run: Run, console: Console) -> dict[str, float]:
     evaluations = 0
     last_activity = time.monotonic()
     while True:
-        if is_locked(run.path / "train.log"):
+        if is_run_locked(run.path):
             last_activity = time.monotonic()
         # Decided before looking for checkpoints, so that one saved meanwhile is not missed.
         has_ended = time.monotonic() - last_activity > GRACE

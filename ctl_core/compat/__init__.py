@@ -33,6 +33,7 @@ from ctl_core.compat.checkpoints import (
     hold_objects,
     read_max_to_keep,
     read_object_graph,
+    read_variables,
     saves_itself,
 )
 from ctl_core.compat.datasets import (
@@ -134,6 +135,7 @@ __all__ = [
     "read_position",
     "read_rate",
     "read_translated_stack",
+    "read_variables",
     "refuse_optimizers",
     "restore_position",
     "run_layers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.python.trackable.base import Trackable
@@ -46,14 +47,43 @@ def read_object_graph(checkpoint: str) -> list[SavedObject]:
     return objects
 
 
+def read_variables(checkpoint: str) -> list[tuple[str, np.ndarray]]:
+    """Returns the name and value of each variable of a ``tf.train.Checkpoint`` or SavedModel.
+
+    Nothing is run. A SavedModel is a program: loading it runs its initializers.
+
+    Args:
+        checkpoint: the prefix of the files
+    """
+    reader = tf.train.load_checkpoint(checkpoint)
+    graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(
+        reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")
+    )
+    return [
+        (value.full_name, reader.get_tensor(value.checkpoint_key))
+        for node in graph.nodes
+        for value in node.attributes
+        if value.name == "VARIABLE_VALUE"
+    ]
+
+
 def read_max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
     """Returns how many checkpoints a manager keeps; None if it keeps all."""
     return getattr(manager, "_max_to_keep", None)
 
 
-def hold_objects(manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint) -> Scope:
-    """Temporarily makes a manager save another checkpoint than its own."""
-    return set_attributes(manager, _checkpoint=checkpoint)
+def hold_objects(
+    manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint, keep_all: bool = False
+) -> Scope:
+    """Temporarily makes a manager save another checkpoint than its own.
+
+    Args:
+        manager: the manager
+        checkpoint: what it saves
+        keep_all: whether it deletes no older checkpoint meanwhile
+    """
+    max_to_keep = None if keep_all else read_max_to_keep(manager)
+    return set_attributes(manager, _checkpoint=checkpoint, _max_to_keep=max_to_keep)
 
 
 class GraphCheckpoint(tf.train.Checkpoint):

@@ -44,7 +44,12 @@ class HooksFile:
 
 
 def find_callbacks(
-    name: str, run: Path | None, trained_with: str, training: bool, project: Path | None = None
+    name: str,
+    run: Path | None,
+    trained_with: str,
+    training: bool,
+    project: Path | None = None,
+    is_named: bool = True,
 ) -> HooksFile:
     """Finds the file with the hooks in a project.
 
@@ -56,9 +61,11 @@ def find_callbacks(
         trained_with: the setting ``callbacks`` that the run was trained with
         training: whether the run trains on, with the file as it is now
         project: the folder of the project; None is the current folder
+        is_named: whether somebody names the file now, and not only the config.yaml of the run,
+            which may be somebody else's
 
     Raises:
-        SetupError: there is no such file.
+        SetupError: there is no such file; or it is outside of the project, and nobody names it.
     """
     project = project or Path.cwd()
     path = project / name
@@ -69,6 +76,13 @@ def find_callbacks(
     copy = (run / COPY).absolute()
     if os.path.realpath(path) == os.path.realpath(copy):
         return HooksFile(path, project / trained_with)
+    if not is_named and not path.resolve().is_relative_to(project.resolve()):
+        shown = format_name(path)
+        raise SetupError(
+            f"callbacks: the run's config.yaml names {shown}, outside of the project "
+            f"{format_name(project)}; to run that file, name it: --callbacks {shown}, or "
+            "ctl.load(run, callbacks=module)."
+        )
     copy_name = format_name(relative_path(copy))
     has_copy = name == trained_with and copy.is_file()
     if not path.is_file():

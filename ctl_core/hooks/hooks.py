@@ -83,9 +83,9 @@ class Hook:
         available = {**self.common, **values}
         try:
             returned = call(self.function, {name: available[name] for name in self.arguments})
-        except (CtlError, BrokenPipeError):
+        except CtlError:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             message = self.describe_failure(error)
             if "batch" in self.arguments and "batch" in values:
                 message += f" [batch: {describe(values['batch'])}]"

@@ -103,7 +103,7 @@ STEP_HOOK_ARGUMENTS = (
     CHIEF,
     STATE,
 )
-# Naming one of these costs a step of its own: the values have to come out of the graph.
+# A step of which a hook names one of these is a graph call of its own: the values have to get out.
 OBSERVED = (
     "update_gradients",
     "loss",
@@ -485,9 +485,9 @@ EVERY_STEPS = HookSpec(
     form=Form.SCHEDULE,
     purpose="{N: function or list of functions}, run after every N-th step",
     details=(
-        "The functions run in every process of a cluster. With several objectives, loss and "
-        "gradients are dicts by name. A function that names only dev, step and chief may be "
-        "marked @ctl.deferred, and then costs no step of its own."
+        "The functions run in every process of a cluster. With several objectives, loss, gradients "
+        "and variables are dicts by name. A function that names only dev, step and chief may be "
+        "marked @ctl.deferred, and then costs no graph call of its own."
     ),
     arguments=STEP_HOOK_ARGUMENTS,
     default="{1: print_step, 10: print_loss}",

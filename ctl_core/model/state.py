@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from pydantic import ConfigDict, TypeAdapter
 
 from ctl_core.cluster.sync import Cluster
 from ctl_core.hooks.hooks import Hooks
@@ -40,18 +41,27 @@ class Progress:
         hook_state: the dict that host hooks take as ``state``
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     examples: int = 0
     evaluated: int = -1
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, int | float] = dataclasses.field(default_factory=dict)
     ended: int | None = None
     noted: NonFinite = dataclasses.field(default_factory=NonFinite)
-    best: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    best: dict[str, list[int | float]] = dataclasses.field(default_factory=dict)
     hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
-        """Returns the progress that a record has."""
-        return cls(**{**fields, "noted": NonFinite(**fields["noted"])})
+        """Returns the progress that a record has.
+
+        Raises:
+            ValueError: a field is unknown, or of another type.
+        """
+        return _PROGRESS.validate_json(json.dumps(fields), strict=True)
+
+
+_PROGRESS = TypeAdapter(Progress)
 
 
 def check_hook_state(values: dict[str, Any], where: str) -> None:
@@ -120,6 +130,8 @@ class State:
         compilation: whether steps are compiled; decided before the first one is taken
         progress: how far the run has come
         stopped_by: the number of the signal that ended training early, or None
+        has_finite_weights: whether the weights were finite when they were last looked at, which is
+            done before each checkpoint
         clock: measures the time of training
     """
 
@@ -138,6 +150,7 @@ class State:
     compilation: CompilationChoice = NOT_CHOSEN
     progress: Progress = dataclasses.field(default_factory=Progress)
     stopped_by: int | None = None
+    has_finite_weights: bool = True
     clock: Clock = dataclasses.field(default_factory=Clock)
 
     def __repr__(self) -> str:
@@ -202,5 +215,10 @@ class State:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss of the last step was not finite, unless ``on_nan`` is ignore."""
+        """Whether the weights, or the loss of the last step, are not finite.
+
+        With ``on_nan`` ignore it is False.
+        """
+        if not self.has_finite_weights:
+            return True
         return self.step > 0 and self.progress.noted.latest == self.step

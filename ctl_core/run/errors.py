@@ -117,7 +117,7 @@ def quote(value: object, limit: int = 80) -> str:
 
 def format_name(text: object) -> str:
     """Returns a path or a name in one line, without quotes, for a message."""
-    return quote(str(text))[1:-1]
+    return make_line(repr(str(text))[1:-1], 200)
 
 
 def suggest(name: str, names: Iterable[str]) -> str:

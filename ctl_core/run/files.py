@@ -15,6 +15,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+# The file in a run's folder that the process that trains the run locks; it holds its number.
+LOCK = "pid"
+
 
 def relative_path(path: str | Path) -> str:
     """Returns a path relative to the current folder if it is inside of it, otherwise absolute."""
@@ -37,7 +40,8 @@ def is_stdout(path: Path) -> bool:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Replaces a file or folder by the one written in the context, or leaves it as it was.
 
-    If the body raises, nothing changes. A symbolic link is replaced, not followed.
+    If the body raises, nothing changes. A symbolic link is replaced, not followed. A file is
+    flushed to the disk before it takes its place, so a power cut does not leave an empty one.
 
     Args:
         path: of the file or folder
@@ -46,17 +50,31 @@ def atomic_write(path: Path) -> Iterator[Path]:
         A temporary path next to it, where the body writes a file or folder.
     """
     temporary = path.with_name(path.name + ".tmp")
-    _remove(temporary)
+    remove(temporary)
     try:
         yield temporary
         if temporary.is_dir():  # a rename cannot replace a folder that is not empty
-            _remove(path)
+            remove(path)
+        else:
+            flush_to_disk(temporary)
         os.replace(temporary, path)
+        flush_to_disk(path.parent)
     finally:
-        _remove(temporary)
+        remove(temporary)
 
 
-def _remove(path: Path) -> None:
+def flush_to_disk(*paths: Path) -> None:
+    """Flushes the content of files, and the names in folders."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link, or a folder with all that is in it; does nothing if it is gone."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -82,6 +100,42 @@ def lock_file(file: IO[Any]) -> bool:
             logging.getLogger("ctl_core").warning("%s cannot be locked: %s", file.name, error)
             return True
     return False
+
+
+def lock_run(folder: Path) -> IO[str] | None:
+    """Locks the folder of a run for this process, whose number is written to the file ``pid``.
+
+    The log would not do: a log may be rotated or removed while the run goes on.
+
+    Returns:
+        The open file, for ``release_run``; None if another process holds the lock.
+    """
+    path = folder / LOCK
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        file = os.fdopen(descriptor, "r+")
+        if not lock_file(file):
+            file.close()
+            return None
+        # The process that held the lock may have removed the file since it was opened here.
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
+            file.truncate()
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            return file
+        file.close()
+
+
+def release_run(folder: Path, lock: IO[str]) -> None:
+    """Removes the file ``pid``, so that nobody kills a later process of this number by it."""
+    with contextlib.suppress(OSError):
+        (folder / LOCK).unlink(missing_ok=True)
+    lock.close()
+
+
+def is_run_locked(folder: Path) -> bool:
+    """Returns whether a process trains the run in this folder."""
+    return is_locked(folder / LOCK)
 
 
 def is_locked(path: Path) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -24,6 +25,8 @@ from ctl_core.run.files import atomic_write
 from ctl_core.run.settings import SETTINGS, Config, SettingValue
 
 ENV_PREFIX = "CTL_"
+# The most values of a settings file.
+_MOST_VALUES = 100_000
 
 
 class Layer(NamedTuple):
@@ -50,7 +53,44 @@ class Layer(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML in which 1e-3 is a number."""
+    """Reads YAML in which 1e-3 is a number, and a name stands once.
+
+    A few lines in which aliases refer to aliases stand for billions of values, or for infinitely
+    many. Such texts are refused.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _count_values(node, {}) > _MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases make more than {_MOST_VALUES:,} values of it")
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"{quote(name)} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def _count_values(node: yaml.Node, counts: dict[int, float]) -> float:
+    """Returns how many values a node stands for, those behind aliases included.
+
+    Args:
+        node: a node of parsed YAML
+        counts: those of the nodes that were counted before, by their identity; a node whose count
+            is not known yet, and that an alias within it refers to, is infinite
+    """
+    if id(node) in counts:
+        return counts[id(node)]
+    counts[id(node)] = math.inf
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    elif isinstance(node, yaml.MappingNode):
+        children = [child for pair in node.value for child in pair]
+    counts[id(node)] = 1 + sum(_count_values(child, counts) for child in children)
+    return counts[id(node)]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -77,19 +117,43 @@ def read_file(path: Path, required: bool = True) -> Layer:
     """
     where = format_name(path)
     try:
-        content = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_Loader) or {}
+        content = parse_settings(path.read_text(encoding="utf-8-sig"), where)
     except FileNotFoundError:
         if not required:
             return Layer({})
         raise SetupError(f"{where}: there is no such settings file.") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise SetupError(f"{where}: no valid YAML: {make_line(error, 200)}.") from error
-    if not isinstance(content, dict):
-        raise SetupError(f"{where}: expected lines of the form 'name: value'.")
+    except UnicodeDecodeError as error:
+        raise SetupError(f"{where}: no valid UTF-8: {make_line(error, 200)}.") from error
     # A run of an earlier engine may have settings that no longer exist.
     if (path.parent / "train.log").exists():
         content = {name: value for name, value in content.items() if name in SETTINGS}
-    return Layer({str(name): value for name, value in content.items()}, f"{where}: ")
+    return Layer(content, f"{where}: ")
+
+
+def parse_settings(text: str, where: str) -> dict[str, SettingValue]:
+    """Parses the content of a settings file.
+
+    Args:
+        text: YAML
+        where: the file, for a message
+
+    Raises:
+        SetupError: it is no valid YAML, or no mapping.
+    """
+    try:
+        content = yaml.load(text, Loader=_Loader) or {}
+    except yaml.MarkedYAMLError as error:
+        line = ""
+        if error.problem_mark is not None:
+            line = f"line {error.problem_mark.line + 1}: "
+        raise SetupError(f"{where}: no valid YAML: {line}{error.problem}.") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise SetupError(f"{where}: no valid YAML: {make_line(error, 200)}.") from error
+    except RecursionError:
+        raise SetupError(f"{where}: its values are nested too deeply.") from None
+    if not isinstance(content, dict):
+        raise SetupError(f"{where}: expected lines of the form 'name: value'.")
+    return {str(name): value for name, value in content.items()}
 
 
 class EnvironmentSource(EnvSettingsSource):
@@ -244,15 +308,19 @@ def _convert(value: SettingValue, present: SettingValue, where: str) -> SettingV
 
 def _read_value(text: str) -> SettingValue:
     """Parses a flag or variable as YAML; returns the text itself if it is not valid YAML."""
-    with contextlib.suppress(yaml.YAMLError, ValueError):
+    with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
         return yaml.load(text, Loader=_Loader)
     return text
 
 
 def write_config(config: Config, path: Path) -> None:
     """Writes all settings to a file, atomically."""
-    text = yaml.dump(
+    with atomic_write(path) as beside:
+        beside.write_text(format_config(config), encoding="utf-8")
+
+
+def format_config(config: Config) -> str:
+    """Returns all settings as a settings file has them."""
+    return yaml.dump(
         dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True
     )
-    with atomic_write(path) as beside:
-        beside.write_text(text, encoding="utf-8")

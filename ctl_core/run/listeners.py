@@ -1,4 +1,7 @@
-"""Listeners are told about each event of a run: metrics.jsonl, training_log.md, and your own.
+"""Listeners are told about each event of a run.
+
+They write metrics.jsonl, training_log.md and TensorBoard's files (evaluation/summaries.py), or are
+your own.
 
 The setting ``listener`` names a class, and ``train(..., listeners=[...])`` takes objects. Their
 methods are called in the process of the chief, in the thread that trains, between two calls of the
@@ -18,7 +21,7 @@ from typing import Any, TextIO
 
 from ctl_core.run.console import LOG, format_evaluation, warn
 from ctl_core.run.errors import SetupError, format_error, make_line, quote
-from ctl_core.run.files import relative_path
+from ctl_core.run.files import atomic_write, relative_path
 from ctl_core.run.settings import Config, flatten
 
 FILE = "metrics.jsonl"
@@ -142,8 +145,10 @@ class MetricsFile(Listener):
         """Opens the file, and takes out the lines of steps that are about to run again."""
         path = folder / self._name
         before = [line for line in read_metrics(path) if line["step"] <= step]
-        self._file = path.open("w", encoding="utf-8", buffering=1)
-        self._file.writelines(f"{json.dumps(line)}\n" for line in before)
+        with atomic_write(path) as temporary:
+            lines = [f"{json.dumps(line)}\n" for line in before]
+            temporary.write_text("".join(lines), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
         """Appends a line."""

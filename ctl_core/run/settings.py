@@ -62,6 +62,10 @@ _Precision = Literal["float32", "bfloat16", "float16"]
 _Schedule = Literal["constant", "cosine", "linear", "step", "exponential"]
 _Strategy = Literal["auto", "one_device", "mirrored", "multi_worker"]
 
+# The settings that are a period: a number of steps (0: never) or of epochs, ``ckpt_every`` also a
+# time. The graph is left after each period. A run that is only evaluated has none.
+PERIODS = ("ckpt_every", "eval_every")
+
 
 def declare(default: SettingValue, text: str, *examples: str, **limits: Any) -> Any:
     """Declares a setting.
@@ -190,22 +194,18 @@ class Config:
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether training needs the number of steps in an epoch, which takes a pass to count.
-
-        Every setting that may be a number of epochs is asked here, and in ``remove_periods``.
-        """
+        """Whether training needs the number of steps in an epoch, which takes a pass to count."""
         if self.keeps_last_batch and self.steps is not None:
             return True
-        periods = (self.ckpt_every, self.eval_every)
+        periods = (getattr(self, name) for name in PERIODS)
         return not self.overfit_batches and (
             self.epochs is not None or any("epoch" in str(period) for period in periods)
         )
 
     def remove_periods(self) -> Self:
         """Returns settings without an end and without periods, for which no epoch is counted."""
-        return dataclasses.replace(
-            self, steps=None, epochs=None, ckpt_every=0, eval_every=0, max_time=None
-        )
+        no_periods: dict[str, Any] = dict.fromkeys(PERIODS, 0)
+        return dataclasses.replace(self, steps=None, epochs=None, max_time=None, **no_periods)
 
 
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]

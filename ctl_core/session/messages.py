@@ -132,7 +132,7 @@ def describe_nonfinite(state: State) -> list[str]:
     if noted.steps:
         # The other processes of a cluster may have seen other steps.
         at_least = "at least " if state.cluster.task.processes > 1 else ""
-        last_one = ", the last one" if state.diverged else ""
+        last_one = ", the last one" if noted.latest == state.step else ""
         warnings.append(
             f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, from "
             f"{noted.first} to {noted.latest}{last_one}."

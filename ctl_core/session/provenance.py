@@ -15,6 +15,9 @@ import tensorflow as tf
 
 from ctl_core import __version__
 
+# Tools that every virtual environment has. Installing their versions could break another one.
+_INSTALLERS = ("pip", "setuptools", "wheel")
+
 
 def find_provenance(devices: Sequence[str], compilation: str) -> dict[str, Any]:
     """Returns the content of env.json; without a Git repository, ``commit`` and ``dirty`` are None.
@@ -47,15 +50,16 @@ def list_packages() -> str:
     """Returns the installed packages, one a line, in the format of ``pip install -r``.
 
     Packages that were installed from a folder or an address are left out, since their version does
-    not identify them.
+    not identify them. So are pip, setuptools and wheel, which belong to the environment.
     """
     requirements = set()
     for folder in sys.path:
         if not folder.endswith("-packages"):
             continue
         for metadata in Path(folder).glob("*.dist-info"):
-            if not (metadata / "direct_url.json").exists():
-                requirements.add(metadata.stem.replace("-", "=="))
+            name, _, version = metadata.stem.partition("-")
+            if name not in _INSTALLERS and not (metadata / "direct_url.json").exists():
+                requirements.add(f"{name}=={version}")
     return "\n".join([f"# Python {platform.python_version()}", *sorted(requirements), ""])
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import tensorflow as tf
 
@@ -15,7 +16,14 @@ from ctl_core.evaluation.summaries import Summaries
 from ctl_core.hooks.callbacks_file import COPY
 from ctl_core.run.console import LOG, Console, activate
 from ctl_core.run.errors import CtlError, SetupError
-from ctl_core.run.files import choose_run_name, lock_file, relative_path
+from ctl_core.run.files import (
+    LOCK,
+    atomic_write,
+    choose_run_name,
+    lock_run,
+    relative_path,
+    release_run,
+)
 from ctl_core.run.layers import write_config
 from ctl_core.run.listeners import Listener, Listeners, MetricsFile, TrainingLog
 from ctl_core.run.settings import Config
@@ -33,8 +41,8 @@ class Run:
     """The folder of one run, and the files that are written there during training.
 
     In a cluster, only the chief writes them; the other processes have a log, such as worker-1.log.
-    A process that trains the run holds a lock on its log until it closes the run or ends in any
-    way.
+    The process that trains the run, in a cluster the chief, holds a lock until it closes the run or
+    ends in any way.
 
     Attributes:
         path: runs/NAME
@@ -55,7 +63,7 @@ class Run:
         reading: bool = False,
         listeners: Sequence[Listener | type[Listener]] = (),
     ) -> None:
-        """Creates the folder of a run that is trained, and locks its log.
+        """Creates and locks the folder of a run that is trained.
 
         Args:
             config: the settings, which name the run
@@ -80,27 +88,53 @@ class Run:
         LOG.propagate = False
         self.source: Source | None
         self._log: logging.Handler
+        self._lock: IO[str] | None = None
         if reading:
             self.source = Source("run_name", self.path)
             self._log = logging.NullHandler()
         else:
             self.source = find_start(dataclasses.replace(config, run_name=name))
             self.path.mkdir(parents=True, exist_ok=True)
-            self._log = self._open_log()
+            if task.chief:
+                self._lock = self._take_lock()
+            try:
+                self._log = self._open_log()
+            except BaseException:
+                self._release_lock()
+                raise
 
-    def _open_log(self) -> logging.Handler:
-        """Opens and locks the log of this process.
+    def _take_lock(self) -> IO[str]:
+        """Locks the run.
 
         Raises:
-            SetupError: another process holds the lock.
+            SetupError: another process holds the lock, or its file cannot be written.
         """
-        name = "train.log" if self.task.chief else f"worker-{self.task.index}.log"
-        handler = _LogHandler(self.path / name, encoding="utf-8")
-        if not lock_file(handler.stream):  # type: ignore[arg-type]  # the file is open
+        try:
+            lock = lock_run(self.path)
+        except OSError as error:
+            raise SetupError(
+                f"{self.shown}/{LOCK}: cannot be written: {error.strerror}."
+            ) from error
+        if lock is None:
             raise SetupError(
                 f"{self.shown}: another process is training this run; stop it, or choose another "
                 "run_name."
             )
+        return lock
+
+    def _open_log(self) -> logging.Handler:
+        """Opens the log of this process.
+
+        Raises:
+            SetupError: the log is a link, through which a file elsewhere would be written.
+        """
+        name = "train.log" if self.task.chief else f"worker-{self.task.index}.log"
+        path = self.path / name
+        if path.is_symlink():
+            raise SetupError(
+                f"{relative_path(path)}: is a link; remove it, or choose another run_name."
+            )
+        handler = _LogHandler(path, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         LOG.addHandler(handler)
         return handler
@@ -129,10 +163,13 @@ class Run:
         """
         write_config(config, self.config_file)
         provenance = json.dumps(find_provenance(devices, compilation), indent=2)
-        (self.path / "env.json").write_text(f"{provenance}\n")
-        (self.path / "requirements.txt").write_text(list_packages())
+        files = {"env.json": f"{provenance}\n".encode()}
+        files["requirements.txt"] = list_packages().encode()
         if hooks_file is not None:
-            (self.path / COPY).write_bytes(hooks_file)
+            files[COPY] = hooks_file
+        for name, content in files.items():
+            with atomic_write(self.path / name) as temporary:
+                temporary.write_bytes(content)
         self._first_step = step
         self.listeners.start(self.path, dataclasses.asdict(config), step)
 
@@ -150,6 +187,13 @@ class Run:
         LOG.removeHandler(self._log)
         with contextlib.suppress(OSError):
             self._log.close()
+        self._release_lock()
+
+    def _release_lock(self) -> None:
+        """Lets other processes train the run."""
+        if self._lock is not None:
+            release_run(self.path, self._lock)
+            self._lock = None
 
 
 @contextlib.contextmanager

@@ -197,6 +197,48 @@ def test_lookup_table_of_create_ckpt_is_saved(train: Train) -> None:
     assert_weights(resumed, whole, rtol=0)
 
 
+# ---- Weights that are not finite ---------------------------------------------------------------
+
+
+def spoil_from(first: int) -> Any:
+    """Returns an ``update_pre`` whose update makes the weights NaN from a step on."""
+
+    def update_pre(gradients: Any, step: Any) -> Any:
+        factor = tf.where(step >= first, float("nan"), 1.0)
+        return [gradient * factor for gradient in gradients], gradients
+
+    return update_pre
+
+
+@pytest.mark.parametrize("settings", [{}, {"virtual_devices": 2}])
+def test_weights_that_became_nan_replace_no_checkpoint(
+    train: Train, capsys: Any, settings: dict[str, Any]
+) -> None:
+    """The losses of all steps are finite: only the last update makes the weights NaN."""
+    hooks = make_hooks(create_ckpt=create_ckpt, update_pre=spoil_from(8))
+    state = train(hooks, steps=8, ckpt_every=2, **settings)
+    assert numbers(state.run_dir / "ckpt", "engine/ckpt-*.json") == [2, 4, 6, 8]
+    assert state.diverged and np.isnan(state.train_model.get_weights()[0]).all()
+    assert "after step 8, sequential/hidden/kernel is not finite" in capsys.readouterr().out
+
+
+def test_no_further_checkpoint_is_written_while_weights_are_nan(train: Train, capsys: Any) -> None:
+    hooks = make_hooks(create_ckpt=create_ckpt, update_pre=spoil_from(5))
+    state = train(hooks, steps=12, ckpt_every=2)
+    assert numbers(state.run_dir / "ckpt", "engine/ckpt-*.json") == [2, 4, 6]
+    assert capsys.readouterr().out.count("is not finite. Until") == 1
+
+
+def test_on_nan_stop_writes_no_checkpoint_of_weights_that_are_nan(train: Train) -> None:
+    hooks = make_hooks(update_pre=spoil_from(8))
+    with pytest.raises(RunError, match=r"after step 8, .*/kernel is not finite \(on_nan: stop\)"):
+        train(hooks, steps=8, ckpt_every=4, on_nan="stop", run_name="stop")
+    state = train(hooks, steps=8, ckpt_every=4, on_nan="ignore")
+    folders = (state.run_dir.parent / "stop" / "ckpt", state.run_dir / "ckpt")
+    assert [numbers(folder, "engine/ckpt-*.json") for folder in folders] == [[4], [4, 8]]
+    assert not state.diverged
+
+
 # ---- In the background: they hold what the variables were when they were due -------------------
 
 

@@ -206,6 +206,7 @@ def test_a_run_whose_record_does_not_say_is_as_its_setting_says(
     state = train(make_hooks(), steps=2, jit_compile=setting)
     record = state.run_dir / "ckpt" / "engine" / "ckpt-2.json"
     content = json.loads(record.read_text())
+    del content["checksum"]  # which engine 1.0 did not have either
     assert content.pop("compiled") is setting
     record.write_text(json.dumps(content))
     assert train(make_hooks(), steps=3).compilation.is_compiled is setting

@@ -1,6 +1,7 @@
 """Runs that start with the weights of something else, and whatever is built from these weights."""
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,24 +22,23 @@ STEPS = 7
 DEVICES = pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 
 
-engine.start_devices()
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    """The folder of the runs of a test."""
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def train(runs: Path) -> engine.Train:
-    """``train(hooks, **settings)`` trains in this process and returns the trained state."""
-    return functools.partial(engine.train, runs=runs)
-
-
 def train_source(train: engine.Train, **hooks: Any) -> ctl_core.State:
     """Trains the run whose weights the others start with."""
     return train(small.hooks(**hooks), **small.settings(5, run_name="source"))
+
+
+@pytest.fixture(scope="module")
+def trained_source(tmp_path_factory: pytest.TempPathFactory) -> ctl_core.State:
+    """The source of the tests that need no special one."""
+    runs = tmp_path_factory.mktemp("runs")
+    return train_source(functools.partial(engine.train, runs=runs))
+
+
+@pytest.fixture
+def source(trained_source: ctl_core.State, tmp_path: Path) -> ctl_core.State:
+    """The same, of which a copy is among the runs of the test."""
+    shutil.copytree(trained_source.run_dir, tmp_path / "runs" / "source")
+    return trained_source
 
 
 def copy_model(state: ctl_core.State) -> keras.Model:
@@ -64,9 +64,11 @@ def create_averaging() -> keras.optimizers.Optimizer:
 @DEVICES
 @pytest.mark.parametrize("create", [create_schedule_free, create_lookahead, create_averaging])
 def test_an_optimizer_that_copies_weights(
-    train: engine.Train, create: Callable[[], keras.optimizers.Optimizer], devices: int
+    train: engine.Train,
+    source: ctl_core.State,
+    create: Callable[[], keras.optimizers.Optimizer],
+    devices: int,
 ) -> None:
-    source = train_source(train)
     plain = create()
     expected = small.plain(STEPS, model=copy_model(source), optimizer=plain)
     kept = [v for v in plain.variables if not v.path.endswith("learning_rate")]
@@ -82,9 +84,8 @@ def test_an_optimizer_that_copies_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["keras", "weights.h5", "saved_model"])
 def test_an_optimizer_that_copies_weights_of_a_file(
-    train: engine.Train, tmp_path: Path, kind: str
+    train: engine.Train, source: ctl_core.State, tmp_path: Path, kind: str
 ) -> None:
-    source = train_source(train)
     model = copy_model(source)
     path = str(tmp_path / f"model.{kind}")
     if kind == "keras":
@@ -102,11 +103,10 @@ def test_an_optimizer_that_copies_weights_of_a_file(
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_fork_and_a_resumed_run_keep_their_slow_weights(
-    train: engine.Train, devices: int
+    train: engine.Train, source: ctl_core.State, devices: int
 ) -> None:
     """They do not load the weights of ``init_from`` again."""
     hooks = small.hooks(create_opt=create_lookahead)
-    source = train_source(train)
     expected = small.plain(STEPS, model=copy_model(source), optimizer=Lookahead(RATE))
     more = {"init_from": "source", "virtual_devices": devices}
     train(hooks, **small.settings(4, run_name="b", **more))
@@ -119,8 +119,9 @@ def test_a_fork_and_a_resumed_run_keep_their_slow_weights(
 
 
 @DEVICES
-def test_the_average_of_the_weights(train: engine.Train, devices: int) -> None:
-    source = train_source(train)
+def test_the_average_of_the_weights(
+    train: engine.Train, source: ctl_core.State, devices: int
+) -> None:
     model = copy_model(source)
     average = model.get_weights()
     for batch in small.create_dataset(small.BATCH).repeat().take(STEPS):
@@ -136,7 +137,7 @@ def test_the_average_of_the_weights(train: engine.Train, devices: int) -> None:
 
 
 @DEVICES
-def test_hooks_that_copy_weights(train: engine.Train, devices: int) -> None:
+def test_hooks_that_copy_weights(train: engine.Train, source: ctl_core.State, devices: int) -> None:
     """``update_pre`` pulls the weights back to where they started, ``create_eval_model`` copies."""
 
     def pull_back() -> Callable[..., Any]:
@@ -159,7 +160,6 @@ def test_hooks_that_copy_weights(train: engine.Train, devices: int) -> None:
         copy.set_weights(train_model.get_weights())
         return copy
 
-    source = train_source(train)
     plain = small.hooks(create_model=lambda: copy_model(source), update_pre=pull_back())
     batches = small.create_dataset(small.BATCH).repeat().take(STEPS)
     expected = Reference(plain).train(batches).parts.train_model
@@ -356,8 +356,7 @@ def test_variables_that_do_not_fit_are_listed(train: engine.Train) -> None:
     assert state.train_model.get_layer("extra").kernel.shape == (CLASSES, CLASSES)
 
 
-def test_a_layer_that_fits_and_is_skipped(train: engine.Train) -> None:
-    source = train_source(train)
+def test_a_layer_that_fits_and_is_skipped(train: engine.Train, source: ctl_core.State) -> None:
     settings = small.settings(0, run_name="b", init_from="source", init_skip=["*/bias"])
     state = train(small.hooks(), **settings)
     for ours, theirs in zip(state.train_model.weights, source.train_model.weights, strict=True):
@@ -390,7 +389,7 @@ def test_a_layer_that_only_evaluations_call_is_skipped(train: engine.Train) -> N
 
 @pytest.mark.parametrize("kind", small.slow_but("weights.h5", of=["run", "weights.h5"]))
 def test_adapters_and_the_weights_of_the_base(
-    train: engine.Train, tmp_path: Path, kind: str
+    train: engine.Train, source: ctl_core.State, tmp_path: Path, kind: str
 ) -> None:
     """Matrices of 0 would never be trained: reading a Keras file would leave them like that."""
 
@@ -399,7 +398,7 @@ def test_adapters_and_the_weights_of_the_base(
         model.get_layer("hidden").enable_lora(2)
         return model
 
-    base = train_source(train).train_model
+    base = source.train_model
     path = "source"
     if kind == "weights.h5":
         path = str(tmp_path / "base.weights.h5")

@@ -133,6 +133,33 @@ assert sys.stdin.read() == "" and os.getpgrp() == os.getpid()
     assert supervisor.PIPE not in os.environ and "TF_CONFIG" not in os.environ
 
 
+def test_the_chief_says_once_that_ports_are_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line has the cure if processes may be on other machines; one process has no port."""
+    monkeypatch.setattr(strategy, "wait_for_others", lambda _: None)
+    monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", lambda _: None)
+
+    def read_lines(processes: int, index: int, shares_gpus: bool = False) -> list[str]:
+        strategy._join_cluster.cache_clear()
+        cluster = {"worker": [f"localhost:{n}" for n in range(processes)]}
+        task = {"type": "worker", "index": index}
+        place = {"cluster": cluster, "task": task, "shares_gpus": shares_gpus}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(place))
+        for _ in range(2):
+            strategy.prepare(Config(run_name="a"))
+        strategy._join_cluster.cache_clear()
+        return capsys.readouterr().out.splitlines()
+
+    (machines,) = read_lines(2, 0)
+    (workers,) = read_lines(2, 0, shares_gpus=True)
+    for line in (machines, workers):
+        assert line.startswith("cluster: ") and "no password" in line and "SECURITY.md" in line
+    assert "no encryption" in machines and "only these machines" in machines
+    assert len(workers) < len(machines)
+    assert read_lines(2, 1) == read_lines(1, 0) == []
+
+
 def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sees its own alone, and with virtual devices, which are the CPU's, none."""
     with pytest.raises(SetupError, match=r"the command line: ./train.sh --workers 2$"):

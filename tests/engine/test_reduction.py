@@ -90,7 +90,9 @@ def test_an_update_by_one_replicas_batch_is_found_and_named(train: Train, tmp_pa
     assert records == ["ckpt-2.json", "ckpt-4.json"]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "complex128", "string", "float16"])
+@pytest.mark.parametrize(
+    "dtype", small.slow_but("complex128", "string", of=["bool", "complex128", "string", "float16"])
+)
 def test_a_variable_of_any_dtype_that_differs_is_found(train: Train, dtype: str) -> None:
     noted: list[tf.Variable] = []
 
@@ -141,12 +143,10 @@ def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(train: 
 
 # ---- What Keras' optimizers do; with rows of an embedding that come more than once ---------------
 
-OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+OPTIONS = [
     ({"global_clipnorm": 0.05}, {"virtual_devices": 2}),
     ({"global_clipnorm": 0.05}, {"jit_compile": True, "accumulate_steps": 2}),
     ({"global_clipnorm": 0.05}, {"jit_compile": True, "virtual_devices": 2}),
-    ({"weight_decay": 0.1}, {"virtual_devices": 2}),
-    ({"use_ema": True, "ema_momentum": 0.8}, {"virtual_devices": 2}),
     (
         {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 4},
         {"virtual_devices": 2, "accumulate_steps": 2},
@@ -155,8 +155,14 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 4},
         {"virtual_devices": 3, "jit_compile": True, "accumulate_steps": 2},
     ),
-    ({"gradient_accumulation_steps": 3}, {}),
     ({"gradient_accumulation_steps": 3, "weight_decay": 0.1}, {"virtual_devices": 2}),
+    *small.slow_but(
+        of=[
+            ({"weight_decay": 0.1}, {"virtual_devices": 2}),
+            ({"use_ema": True, "ema_momentum": 0.8}, {"virtual_devices": 2}),
+            ({"gradient_accumulation_steps": 3}, {}),
+        ]
+    ),
 ]
 create_dataset = small.slices(basics.WORDS, drop_remainder=True)
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.evaluation.summaries import remove_later_events
 from ctl_core.model.metrics import name_scalars, read_results
+from tests.golden import small
 from tests.helpers.cases import eval_hooks, make_hooks
 from tests.helpers.project import Train
 
@@ -38,7 +39,7 @@ class Quantiles(Confusion):
         return {"counts": tf.stack([total, 2 * total, 3 * total]), "half": 0.5 * total}
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", small.slow_but(3, of=[1, 3]))
 def test_vectors_are_reported_by_entry_and_matrices_to_after_eval(
     train: Train, devices: int
 ) -> None:

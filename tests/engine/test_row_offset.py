@@ -54,8 +54,7 @@ def test_row_offset_outside_of_a_step_is_zero() -> None:
 @pytest.mark.parametrize(
     ("devices", "offsets"),
     [
-        (1, 0),
-        (2, 4 + 1),  # 4 and 3 rows, then 1 and 1
+        *small.slow_but(of=[(1, 0), (2, 4 + 1)]),  # on two, 4 and 3 rows, then 1 and 1
         (3, (3 + 5) + 1),  # 3, 2 and 2 rows, then 1, 1 and none
     ],
 )

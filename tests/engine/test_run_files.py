@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from ctl_core.__main__ import main
 from ctl_core.commands import use
+from ctl_core.session.provenance import list_packages
 from tests.golden import compare, small
 from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import EVALUATED
@@ -229,3 +230,16 @@ def test_a_run_of_another_process_that_is_killed_and_started_again(watched: Path
     assert [line["step"] for line in lines("live")] == list(range(20, 301, 20))
     expected = {line["step"]: line for line in lines("live", "metrics.jsonl", "eval")}
     assert close(lines("live"), [expected[step] for step in range(20, 301, 20)])
+
+
+def test_requirements_leave_out_what_an_environment_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is there what an index does not have in this version: installed from a folder."""
+    packages = tmp_path / "site-packages"
+    installed = "numpy-2.3.1 pip-25.3 setuptools-80.9.0 wheel-0.45.1 pip_tools-7.5.0 mine-0.1.0"
+    for name in installed.split():
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+    (packages / "mine-0.1.0.dist-info" / "direct_url.json").touch()
+    monkeypatch.setattr(sys, "path", [str(packages), str(tmp_path)])
+    assert list_packages().splitlines()[1:] == ["numpy==2.3.1", "pip_tools==7.5.0"]

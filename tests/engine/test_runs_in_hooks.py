@@ -84,10 +84,7 @@ def read_process_state() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("hook", ["create_dataset", "every_steps", "after_eval"])
-def test_a_run_that_a_hook_loads_leaves_no_trace(
-    train_small: engine.Train, other: Path, hook: str
-) -> None:
+def test_a_run_that_a_hook_loads_leaves_no_trace(train_small: engine.Train, other: Path) -> None:
     """Weights, lines and files are those of a run without it, and the model is kept meanwhile."""
     loaded: list[ctl_core.LoadedModel] = []
 
@@ -96,34 +93,38 @@ def test_a_run_that_a_hook_loads_leaves_no_trace(
         loaded.append(ctl_core.load(other))
         assert read_process_state() == before
 
-    def create_hooks(load: Any) -> Any:
+    def create_hooks(loading_hook: str) -> Any:
         hooks = small.hooks(create_eval_dataset=small.create_eval_dataset)
 
         def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
-            if hook == "create_dataset":
+            if loading_hook == "create_dataset":
                 load()
             return small.create_dataset(per_replica_batch_size)
 
         def report(step: int, loss: Any) -> None:
             ctl_core.report(step, loss=loss)
-            if hook == "every_steps":
+            if loading_hook == "every_steps":
                 load()
 
         hooks.create_dataset = create_dataset
         hooks.every_steps = {1: report}
-        hooks.after_eval = load if hook == "after_eval" else []
+        hooks.after_eval = [load] if loading_hook == "after_eval" else []
         hooks.create_model = lambda: small.model_with(keras.layers.Dropout(0.2))
         return hooks
 
     settings = {"precision": "bfloat16", "eval_every": 2, "ckpt_every": 2}
-    whole = train_small(create_hooks(lambda: None), run_name="alone", **settings)
-    state = train_small(create_hooks(load), run_name="loads", **settings)
-    assert loaded and {*loaded[0].model.layers[0].compute_dtype.split()} == {"bfloat16"}
-    compare.assert_same(state.train_model.weights, whole.train_model.weights)
-    assert state.history == whole.history
-    assert [line["step"] for line in state.history if line["split"] == "train"] == [*range(1, 7)]
-    assert list(state.recording.variables) == list(whole.recording.variables)
-    assert len(state.recording.layers) == len(whole.recording.layers)
+    whole = train_small(create_hooks("none"), run_name="alone", **settings)
+    for loading_hook in ("create_dataset", "every_steps", "after_eval"):
+        loaded.clear()
+        state = train_small(create_hooks(loading_hook), run_name=loading_hook, **settings)
+        assert loaded, loading_hook
+        assert {*loaded[0].model.layers[0].compute_dtype.split()} == {"bfloat16"}
+        compare.assert_same(state.train_model.weights, whole.train_model.weights)
+        assert state.history == whole.history
+        trained = [line["step"] for line in state.history if line["split"] == "train"]
+        assert trained == [*range(1, 7)]
+        assert list(state.recording.variables) == list(whole.recording.variables)
+        assert len(state.recording.layers) == len(whole.recording.layers)
 
 
 def test_a_float32_run_is_loaded_in_float32_and_may_be_trained(train_small: engine.Train) -> None:

@@ -1,5 +1,6 @@
 """SIGTERM and SIGINT at special moments: the run is saved, and goes on as if it had not been."""
 
+import functools
 import json
 import multiprocessing
 import signal
@@ -93,6 +94,14 @@ def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(
     assert state.step == 12
     steps = [json.loads(x)["step"] for x in (state.run_dir / "metrics.jsonl").open()]
     assert steps == sorted(steps)
+
+
+def test_sigusr1_counts_as_sigterm(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch systems send it before the time of a job is over."""
+    kill = functools.partial(signal.raise_signal, signal.SIGUSR1)
+    state = train(hooks_with("step", kill, monkeypatch), steps=12, **SETTINGS)
+    assert (state.step, state.stopped_by) == (5, signal.SIGTERM)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_a_process_that_is_forked_off_a_run_ends_by_a_signal() -> None:

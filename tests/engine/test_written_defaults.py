@@ -197,7 +197,7 @@ def without_metrics(names: Iterable[str]) -> dict[str, str]:
     return {name: "" for name in names if name in METRICS}
 
 
-@pytest.mark.parametrize("devices", small.slow_but(2, of=[1, 2]))
+@pytest.mark.parametrize("devices", small.slow_but(1, of=[1, 2]))
 def test_defaults_give_the_same_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: int
 ) -> None:

@@ -12,7 +12,6 @@ import ctl_core
 from tests.golden import compare, engine, small
 from tests.golden.programs import simclr
 from tests.golden.uneven_batches import (
-    LAST,
     assert_trained,
     batches_of,
     data,
@@ -31,7 +30,7 @@ def seed_plain_loops() -> None:
     keras.utils.set_random_seed(SEED)
 
 
-@LAST
+@pytest.mark.parametrize("last_batch", small.slow_but("keep", of=["drop", "keep"]))
 @pytest.mark.parametrize(
     ("devices", "accumulate", "batch", "examples", "scale"),
     small.slow_but(
@@ -257,9 +256,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "accumulate"), small.slow_but(("mean", 1), ("layers", 1), of=WAYS)
-)
+@pytest.mark.parametrize(("case", "accumulate"), small.slow_but(("layers", 1), of=WAYS))
 @pytest.mark.parametrize("examples", small.slow_but(33, of=(33, 45)))
 def test_last_batches_of_few_rows(
     train: engine.Train, case: str, examples: int, accumulate: int

@@ -11,7 +11,6 @@ import tensorflow as tf
 import ctl_core
 from tests.golden import compare, engine, small
 from tests.golden.uneven_batches import (
-    LAST,
     SEED,
     assert_trained,
     batches_of,
@@ -62,7 +61,7 @@ SPELLINGS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-@LAST
+@pytest.mark.parametrize("last_batch", small.slow_but("keep", of=["drop", "keep"]))
 @pytest.mark.parametrize("devices", small.slow_but(3, of=[1, 3]))
 def test_spelling_of_defaults_changes_nothing(
     train: engine.Train, devices: int, last_batch: str

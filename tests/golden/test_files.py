@@ -98,11 +98,11 @@ def test_files_of_a_run(run: Path) -> None:
     assert surroundings["versions"]["ctl_core"] == ctl_core.__version__
     assert {"python", "keras", "numpy"} <= {*surroundings["versions"]}
 
-    # What pip takes, but for the engine, which no index has.
+    # What pip takes, but for the engine, which no index has, and the tools of an environment.
     _, *packages = (run / "requirements.txt").read_text().splitlines()
     names = {Requirement(package).name.lower() for package in packages}
     assert f"numpy=={np.__version__}" in packages and {"keras", "pyyaml"} <= names
-    assert not {"ctl-core", "ctl_core"} & names
+    assert not {"ctl-core", "ctl_core", "pip", "setuptools", "wheel"} & names
 
     log = (run / "train.log").read_text()
     assert "INFO" in log and "step 2/6  loss " in log and "done: step 6" in log

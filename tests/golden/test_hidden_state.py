@@ -91,7 +91,10 @@ def hide_outside() -> tuple[SimpleNamespace, Callable[[], list[Any]]]:
     return small.hooks(create_loss=lambda: loss), lambda: [variable]
 
 
-@pytest.mark.parametrize(("make", "devices"), [(hide, 1), (hide, 3), (hide_outside, 1)])
+@pytest.mark.parametrize(
+    ("make", "devices"),
+    small.slow_but((hide, 3), (hide_outside, 1), of=[(hide, 1), (hide, 3), (hide_outside, 1)]),
+)
 def test_hidden_state_survives_a_kill(
     train: engine.Train, runs: Path, make: Any, devices: int
 ) -> None:
@@ -176,10 +179,9 @@ def read_as_layer(folder: str) -> keras.Layer:
 @pytest.mark.parametrize(
     ("is_of_keras", "read", "devices"),
     [
-        (True, tf.saved_model.load, 1),
         (True, read_as_layer, 2),
         (False, tf.saved_model.load, 2),
-        (False, read_as_layer, 1),
+        *small.slow_but(of=[(True, tf.saved_model.load, 1), (False, read_as_layer, 1)]),
     ],
 )
 def test_model_that_holds_a_saved_model_resumes(
@@ -216,8 +218,8 @@ def test_checkpoint_counts_only_with_its_record(train: engine.Train, runs: Path)
         create_dataset=lambda: examples.shuffle(20, seed=3).batch(7),
         create_opt=lambda lr: keras.optimizers.SGD(lr, momentum=0.5),
     )
-    whole = train(hooks, **SETTINGS, run_name="whole", virtual_devices=2)
-    train(hooks, **SETTINGS | {"steps": 6}, run_name="parts", virtual_devices=2)
+    whole = train(hooks, **SETTINGS, run_name="whole")
+    train(hooks, **SETTINGS | {"steps": 6}, run_name="parts")
     for writes in (1, 2, 3, 4):
         run = shutil.copytree(runs / "parts", runs / f"parts-{writes}")
         for pattern in WRITES[writes:]:
@@ -225,7 +227,7 @@ def test_checkpoint_counts_only_with_its_record(train: engine.Train, runs: Path)
             assert files
             for file in files:
                 file.unlink()
-        resumed = train(hooks, **SETTINGS, run_name=run.name, virtual_devices=2)
+        resumed = train(hooks, **SETTINGS, run_name=run.name)
         step = 6 if writes == 4 else 3
         assert f"resuming at step {step}" in (run / "train.log").read_text()
         compare.assert_same(resumed.train_model.weights, whole.train_model.weights)

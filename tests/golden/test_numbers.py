@@ -27,7 +27,7 @@ def test_extra_loss_counts_once(train_small: engine.Train) -> None:
     compare.assert_close(state.train_model.weights, plain.parts.train_model.weights)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", small.slow_but(3, of=[1, 3]))
 def test_a_mean_of_keras_within_a_loss_is_one_on_any_devices(
     train_small: engine.Train, devices: int
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_metric_may_be_averaged_as_in_the_tutorial_of_tensorflow(
     assert state.metrics["error"] == pytest.approx(state.metrics["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", small.slow_but(3, of=[1, 3]))
 def test_the_default_update_drops_nan_and_clips_the_sum(
     train_small: engine.Train, devices: int
 ) -> None:

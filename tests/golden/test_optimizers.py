@@ -14,10 +14,9 @@ from tests.golden.reference import RATE
 
 STEPS, LIMIT = 12, 4.0  # which is the norm of some of the gradients
 
+ACCUMULATES = {"virtual_devices": 3, "accumulate_steps": 2}
 SETTINGS = pytest.mark.parametrize(
-    "settings",
-    [{}, {"virtual_devices": 2}, {"virtual_devices": 3, "accumulate_steps": 2}],
-    ids=str,
+    "settings", small.slow_but(ACCUMULATES, of=[{}, {"virtual_devices": 2}, ACCUMULATES]), ids=str
 )
 
 
@@ -55,7 +54,7 @@ def test_optimizer_with_a_condition_trains_as_in_a_plain_loop(
     [
         {"jit_compile": True},
         {"virtual_devices": 2, "accumulate_steps": 2},
-        {"virtual_devices": 3},
+        pytest.param({"virtual_devices": 3}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -143,7 +142,7 @@ def create_heads(has_second: bool = True) -> keras.Model:
     return keras.Model(inputs, outputs)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", small.slow_but(2, of=[1, 2]))
 @pytest.mark.parametrize("frozen", ["base", "body", None])
 def test_a_multi_optimizer_where_variables_have_no_gradient(
     train: engine.Train, frozen: str | None, devices: int

@@ -5,7 +5,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from tests.golden import compare, engine, small
@@ -13,7 +12,6 @@ from tests.golden.reference import RATE, Reference
 
 SEED = 3
 FEATURES = small.FEATURES
-LAST = pytest.mark.parametrize("last_batch", ["drop", "keep"])
 
 
 def data(examples: int) -> list[np.ndarray]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
 from cookiecutter.exceptions import FailedHookException
 from markdown_it import MarkdownIt
 
+from template_answers import check_slug
 from tests.helpers.rendering import ROOT, Render, Run, commit, files
 
 # cookiecutter renders answers that come from outside; this one arrives as two braces.
@@ -21,11 +23,27 @@ REFUSED = [
     ("project_slug", "x" * 300, "is no lower-case Python name"),
     ("project_slug", "import", "is a Python keyword"),
     ("project_slug", "json", "is the name of a module or package in use"),
+    ("project_slug", "null", "is not text but a value in YAML files; answer for example 'my_null'"),
+    ("project_slug", "off", "is not text but a value in YAML files; answer for example 'my_off'"),
+    ("project_slug", "~", "is no lower-case Python name"),
+    ("project_slug", "1e3", "is no lower-case Python name"),
     ("project_name", "", "is empty"),
     ("project_name", "two\nlines", "contains the character U+000A"),
     ("description", f"a {TWO_BRACES} b", "which cookiecutter takes for template code"),
     ("author", "no\udcffutf8", "contains the character U+DCFF"),
 ]
+
+
+def test_every_accepted_slug_is_text_in_yaml() -> None:
+    """YAML 1.1 has these words; the files of launch/ have the slug without quotes."""
+    for word in ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "nan", "inf", "e1"):
+        try:
+            check_slug(word)
+        except FailedHookException as error:
+            assert str(error).endswith(f"answer for example 'my_{word}'.")
+        else:
+            assert yaml.safe_load(f"name: {word}") == {"name": word}
+            assert word not in ("y", "n"), "text for PyYAML, but not for every parser"
 
 
 @pytest.mark.parametrize(("answer", "value", "why"), REFUSED)

@@ -31,8 +31,9 @@ PROJECTS = TEMPLATE / "README.md"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # But for the tutorial, which test_tutorial follows.
 GUIDES = [*(page for page in DOCUMENTS if page.stem != "tutorial"), PROJECTS]
-GUIDES.append(ROOT / "CONTRIBUTING.md")
-PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "ctl_core" / "README.md"]
+GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", TEMPLATE / "SECURITY.md"]
+PAGES = [*DOCUMENTS, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md"))]
+PAGES.append(ROOT / "ctl_core" / "README.md")
 SECTIONS = sorted((ROOT / "templates" / "examples").glob("*.md"))
 MARK = re.compile(r"<!-- not run: (.+) -->")
 
@@ -81,6 +82,7 @@ def test_what_a_projects_readme_names(projects: list[Project]) -> None:
     """Checks that the files, hooks and documents named in README.md and AGENTS.md exist."""
     for project in projects:
         readme = project.folder / "README.md"
+        assert find_broken(project.folder / "SECURITY.md") == [], project.answers
         engine = project.folder / "ctl_core" / "README.md"
         assert find_broken(readme) == [] == find_broken(engine), project.answers
         agents = project.folder / "AGENTS.md"

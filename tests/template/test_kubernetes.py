@@ -51,3 +51,27 @@ def test_mistakes_end_the_job_and_losses_do_not(documents: dict[str, Any]) -> No
         assert {"action": action, "onExitCodes": {**train, "values": codes}} in rules
     lost = [{"type": "DisruptionTarget", "status": "True"}]
     assert {"action": "Ignore", "onPodConditions": lost} in rules
+
+
+def test_a_pod_has_no_more_rights_than_it_needs(documents: dict[str, Any]) -> None:
+    pod = documents["Job"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    name, _, tag = container["image"].rpartition(":")
+    assert name == "REGISTRY/my_training" and tag not in ("", "latest")
+
+
+def test_only_the_pods_of_the_job_reach_its_ports(documents: dict[str, Any]) -> None:
+    """Everything else is dropped, for a policy that selects a pod allows only what it lists."""
+    pods = {"matchLabels": documents["Service"]["spec"]["selector"]}
+    assert documents["NetworkPolicy"]["spec"] == {
+        "podSelector": pods,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": pods}]}],
+    }

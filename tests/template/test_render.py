@@ -32,7 +32,7 @@ MARKS = re.compile(r"\{\{|\{%|\{#|cookiecutter\.[a-z_]")
 
 ALWAYS = """
     callbacks.py config.yaml train.sh tests/test_callbacks.py pyproject.toml README.md
-    AGENTS.md .gitignore .pre-commit-config.yaml .github/workflows/ci.yml
+    AGENTS.md SECURITY.md .gitignore .pre-commit-config.yaml .github/workflows/ci.yml
 """
 
 
@@ -274,7 +274,7 @@ def test_git_leaves_out_what_commands_write(digits: Path, tmp_path: Path, run: R
     shutil.copytree(digits, project, ignore=shutil.ignore_patterns(".git", "ctl_core"))
     run("git", "init", "--quiet", cwd=project)
     written = ".venv/x .venv.lock runs/sweep.journal records/x-0 build/lib/x training_log.md.tmp"
-    written += " experiments/runs/a/train.log"
+    written += " experiments/runs/a/train.log .env .env.local"
     run("git", "check-ignore", *written.split(), cwd=project)
     kept = "sweep.py training_log.md x.npz experiments/gan.py data/records/x-0"
     kept += " experiments/build/x.py data/x.npz ctl_core/tools/runs.py space.py"
@@ -283,6 +283,25 @@ def test_git_leaves_out_what_commands_write(digits: Path, tmp_path: Path, run: R
     (tmp_path / "disk").mkdir()
     (project / "runs").symlink_to(tmp_path / "disk")
     run("git", "check-ignore", "--quiet", "runs", cwd=project)
+
+
+def test_every_launch_file_warns_of_the_open_ports(projects: list[Project]) -> None:
+    """A cluster's ports have no password, which each place where one is started says."""
+    warned = set()
+    for project in projects:
+        assert "no password" in project.text("SECURITY.md")
+        for name in project.files:
+            if name.startswith("launch/") and "Dockerfile" not in name:
+                comments = re.sub(r"\s+#?\s*", " ", project.text(name))
+                assert "no password and no encryption" in comments, name
+                warned.add(name.removeprefix("launch/"))
+    assert warned == {name for names in LAUNCH.values() for name in names if "Docker" not in name}
+
+
+def test_only_runs_belongs_to_the_user_of_an_image(projects: list[Project]) -> None:
+    (text,) = {p.text("launch/Dockerfile") for p in projects if p.answers["launch"] == "vertex"}
+    assert re.findall(r"-o train (.+)$", text, re.M) == ["/project/runs"]
+    assert "--chown" not in text and re.search(r"^USER train$", text, re.M)
 
 
 def test_examples_are_whole() -> None:

@@ -4,7 +4,7 @@ Most of it needs no TensorFlow: the environments hold a stand-in for Python that
 it was called. The last tests train for real, in the environment that runs the tests.
 """
 
-import fcntl
+import functools
 import json
 import os
 import re
@@ -144,36 +144,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_train_sh_trains_in_the_background(place: Place) -> None:
-    """In a process group of its own, which goes on when train.sh has ended."""
-    env = str(place.make_environment("env"))
-    place.set("train", "900")
-    code, (line,) = place.train("--run-name", "a", "--background", "--steps", "3", VENV=env)
-    run = place.project / "runs" / "a"
-    pid = int((run / "pid").read_text())
-    log = "runs/a/train.log"
-    expected = f"train.sh: process {pid} trains runs/a: tail -f {log}; kill {pid} saves and ends it"
-    assert (code, line) == (0, expected)
-    while f"pid {pid}\n" not in (run / "train.log").read_text():
-        time.sleep(0.02)
-    assert place.calls() == [training("--run-name", "a", "--steps", "3")]
-    assert os.getpgid(pid) == pid != os.getpgid(0)
-    with (run / "train.log").open() as held:  # as whoever trains the run holds it
-        fcntl.flock(held, fcntl.LOCK_EX)
-        again = place.train("--background", "--run-name=a", VENV=env)
-        assert again == (2, ["train.sh: another process trains runs/a"])
-    assert int((run / "pid").read_text()) == pid
-    os.kill(pid, signal.SIGTERM)
-    while is_running(pid):
-        time.sleep(0.02)
-    place.set("train", "0")
-    assert place.train("--background", "--note", "a b", VENV=env)[0] == 0
-    (name,) = {path.name for path in (place.project / "runs").iterdir()} - {"a"}
-    while not (calls := place.calls()):
-        time.sleep(0.02)
-    assert calls == [training("--note", "a b", "--run-name", name)]
-
-
 def test_order_of_environments(place: Place) -> None:
     """VENV, counted from the caller's folder, goes before the active one, that before .venv."""
     for name in ("named", "active"):
@@ -271,14 +241,22 @@ def test_an_environment_without_the_packages(digits: Path, tmp_path: Path, run: 
 
 
 @pytest.mark.slow
-def test_a_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run) -> None:
-    """For real: what it says is in its log once, and a kill saves it."""
+def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run) -> None:
+    """It goes on without the terminal; what it says is in its log once, and a kill saves it."""
     project = tmp_path / "project"
     shutil.copytree(digits, project)
     words = ["--run-name=a", "--steps=100000", "--ckpt-every=100000", "--background"]
-    run(project / "train.sh", *words, cwd=project, VENV=sys.prefix)
-    pid = int((project / "runs" / "a" / "pid").read_text())
-    log = project / "runs" / "a" / "train.log"
+    started = run(project / "train.sh", *words, cwd=project, VENV=sys.prefix)
+    folder = project / "runs" / "a"
+    pid = int((folder / "pid").read_text())
+    log = folder / "train.log"
+    assert started.stdout == (
+        f"process {pid} trains runs/a: tail -f runs/a/train.log; kill {pid} saves and ends it\n"
+    )
+    assert os.getpgid(pid) == pid != os.getpgid(0)
+    again = run(project / "train.sh", *words, cwd=project, check=False, VENV=sys.prefix)
+    assert again.returncode == 2 and "another process is training this run" in again.stderr
+    assert int((folder / "pid").read_text()) == pid
     while log.read_text().count("INFO step ") < 3:
         assert is_running(pid), log.read_text()
         time.sleep(0.2)
@@ -288,3 +266,27 @@ def test_a_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Ru
     assert log.read_text().count("stopped by SIGTERM, saved; goes on") == 1
     steps = re.findall(r"INFO step (\S+)", log.read_text())
     assert len(steps) == len(set(steps)) and "\nstep " not in log.read_text()
+    assert not (folder / "pid").exists()
+
+
+@pytest.mark.slow
+def test_run_that_cannot_start_in_the_background_says_so(
+    digits: Path, tmp_path: Path, run: Run
+) -> None:
+    """Also where only training finds the mistake; a run that is done has nothing left to train."""
+    project = tmp_path / "project"
+    shutil.copytree(digits, project)
+    train = functools.partial(
+        run, project / "train.sh", "--background", cwd=project, check=False, VENV=sys.prefix
+    )
+    failed = train("--run-name", "b", "--hparams.width", "-1", CTL_STEPS="2")
+    assert failed.returncode == 2 and not failed.stdout
+    assert failed.stderr.startswith("error: create_model (callbacks.py:")
+    named = {"CTL_RUN_NAME": "c", "CTL_RUNS_DIR": "others"}
+    assert train("--steps", "2", "--note", "as with --run-name x", **named).returncode == 0
+    folder = project / "others" / "c"
+    while (folder / "pid").exists():
+        time.sleep(0.1)
+    done = train(**named)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "others/c: there was nothing left to train; see others/c/train.log\n"

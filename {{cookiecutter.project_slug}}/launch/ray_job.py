@@ -6,6 +6,9 @@
 Each worker runs ``python -m ctl_core train`` with the settings that follow ``--``, in the cluster
 that Ray has made of all. All nodes need this folder, with runs/, at the same path. With 2-4
 workers, a run goes on with those that are left, and with more when nodes come. Yours to change.
+
+Trusted networks only: the ports of Ray and of TensorFlow have no password and no encryption, and
+whoever reaches one can run programs as you. Let only the nodes reach each other (SECURITY.md).
 """
 
 import argparse

@@ -9,6 +9,9 @@
 # the run is saved, goes back into the queue, and goes on from there; after a crash or the loss of a
 # node, from its last checkpoint. A hook or setting that fails ends the job.
 #
+# Trusted networks only: the port of each process has no password and no encryption, and whoever reaches it can
+# read and write files and run programs as you. Let only the cluster's nodes reach each other. (SECURITY.md)
+#
 # Run ./train.sh --check once where you submit: it makes .venv, if nodes have no access to the internet.
 #
 #SBATCH --job-name=train

@@ -1,7 +1,8 @@
-"""Processes that tests start import TensorFlow without what it and Keras would import along.
+"""Imports TensorFlow without what it and Keras would import along.
 
 Where jax and scikit-learn are installed, they take a third of its five seconds.
-``sitecustomize.py`` hides them from every process that has this folder on its path.
+``sitecustomize.py`` hides them from every process that has this folder on its path, and from the
+processes that run the tests, whose ``conftest.py`` imports it.
 """
 
 import os

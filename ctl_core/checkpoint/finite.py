@@ -1,0 +1,52 @@
+"""Looks for weights that are NaN or infinite, before a checkpoint is written."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from ctl_core.model.copies import list_local_components
+from ctl_core.model.state import State
+from ctl_core.numerics.variables import unwrap
+
+
+class FiniteWeights:
+    """Checks the trained variables: those that ``create_model`` has created.
+
+    The loss of a step is computed before its update, so it does not show that the update has made
+    the weights NaN. Every process of a cluster finds the same, since its weights are the same.
+    """
+
+    def __init__(self, state: State) -> None:
+        trained = {
+            name.removeprefix("create_model/"): variable
+            for name, variable in state.recording.variables.items()
+            if name.startswith("create_model/") and _is_trained(variable)
+        }
+        self._names = list(trained)
+        replicas = [list_local_components(state.strategy, [each])[0] for each in trained.values()]
+
+        @tf.function(autograph=False)
+        def are_finite() -> tf.Tensor:
+            """Returns bool[variables]."""
+            finite = []
+            for variable in replicas:
+                with tf.device(variable.device):
+                    finite.append(tf.reduce_all(tf.math.is_finite(variable.read_value())))
+            return tf.stack(finite)
+
+        self._are_finite = are_finite
+
+    def find_nonfinite(self) -> str | None:
+        """Returns the name of the first variable that is not finite; None if all are."""
+        if not self._names:
+            return None
+        are_finite = self._are_finite().numpy()
+        if are_finite.all():
+            return None
+        return self._names[are_finite.argmin()]
+
+
+def _is_trained(variable: tf.Variable) -> bool:
+    """Returns whether a variable is trainable, and of a dtype that has NaN."""
+    variable = unwrap(variable)
+    return bool(variable.trainable) and (variable.dtype.is_floating or variable.dtype.is_complex)

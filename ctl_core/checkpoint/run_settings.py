@@ -1,0 +1,83 @@
+"""The settings that a run has saved: in its config.yaml, and once more in its newest checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ctl_core.checkpoint.record import Damaged, list_saved_steps, read_record
+from ctl_core.run.errors import SetupError, make_line
+from ctl_core.run.files import relative_path
+from ctl_core.run.layers import Layer, parse_settings, read_file
+from ctl_core.run.settings import SETTINGS, SettingValue
+
+CONFIG_FILE = "config.yaml"
+
+
+def read_run_settings(run: Path) -> Layer:
+    """Reads the settings of a run from its config.yaml, or else from its newest checkpoint.
+
+    A value that somebody has edited in config.yaml counts. A setting that is missing there means
+    that the file is damaged: the run would go on with the default, and train other weights.
+
+    Args:
+        run: the folder of the run
+
+    Raises:
+        SetupError: the file cannot be read, or lacks a setting that the newest checkpoint has; or
+            there is neither a file nor a checkpoint with settings.
+    """
+    path = run / CONFIG_FILE
+    where = relative_path(path)
+    recorded = _read_recorded(run)
+    if recorded is None:
+        return read_file(path)
+    if not path.exists():
+        return recorded
+    cure = f"remove the file, and the run takes its settings from its newest checkpoint: rm {where}"
+    try:
+        saved = read_file(path)
+    except SetupError as error:
+        raise SetupError(f"{error} To repair it, {cure}") from error
+    missing = _find_missing(recorded.values, saved.values)
+    if missing:
+        raise SetupError(
+            f"{where}: {make_line(', '.join(missing), 60)} of the run is missing: the file is "
+            f"damaged; {cure}"
+        )
+    return saved
+
+
+def has_settings(run: Path) -> bool:
+    """Returns whether a folder is that of a run whose settings can be read."""
+    return (run / CONFIG_FILE).is_file() or _read_recorded(run) is not None
+
+
+def _find_missing(
+    recorded: dict[str, SettingValue], saved: dict[str, SettingValue], above: str = ""
+) -> list[str]:
+    """Returns the names, nested ones included, that a checkpoint has and a file has not."""
+    missing = []
+    for name, value in recorded.items():
+        is_cut = bool(value) and isinstance(value, dict) and saved.get(name) is None
+        if name not in saved or is_cut:
+            missing.append(above + name)
+        elif isinstance(value, dict) and isinstance(saved[name], dict):
+            missing += _find_missing(value, saved[name], f"{above}{name}.")
+    return missing
+
+
+def _read_recorded(run: Path) -> Layer | None:
+    """Returns the settings in the newest checkpoint that is whole; None if there are none."""
+    folder = run / "ckpt"
+    for step in list_saved_steps(folder):
+        try:
+            record = read_record(folder, step)
+        except (Damaged, SetupError):
+            continue
+        if not record.settings:
+            return None
+        where = relative_path(folder / "engine" / f"ckpt-{step}.json")
+        values = parse_settings(record.settings, where)
+        known = {name: value for name, value in values.items() if name in SETTINGS}
+        return Layer(known, f"{where}: ")
+    return None

@@ -1,0 +1,68 @@
+"""The global state of TensorFlow and Keras that a run changes, and that is restored after it."""
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from ctl_core import compat
+from ctl_core.hooks.recording import record_nothing
+from ctl_core.numerics.randomness import keep_seeds
+from ctl_core.run.settings import Config
+
+# Keras' dtype policy outside of the run that is being built or trained; None: there is no run.
+_policy_outside: keras.DTypePolicy | None = None
+
+
+@contextlib.contextmanager
+def leave_run() -> Iterator[None]:
+    """Lets a hook use another run as if its own run did not exist, and then restores everything.
+
+    Inside the context, Keras' dtype policy and its names of objects are as they are outside of any
+    run, and no variable or layer is recorded. Afterwards, these are as they were before:
+
+    - the dtype policy, the names, and the generator of ``keras.random``
+    - the random numbers of Python, NumPy and TensorFlow
+    - whether ops are deterministic
+    - the recording of variables, of layers, and of layers that importing callbacks.py creates
+
+    ``session.run.open_session`` restores the console and the step of summaries, and ``Signals`` the
+    signal handlers.
+    """
+    global _policy_outside
+    policy = keras.config.dtype_policy()
+    outside = _policy_outside
+    if outside is not None:
+        keras.config.set_dtype_policy(outside)
+    _policy_outside = None
+    try:
+        with (
+            keep_seeds(),
+            compat.draw_from(None),
+            compat.name_anew(),
+            compat.keep_op_determinism(),
+            record_nothing(),
+        ):
+            yield
+    finally:
+        _policy_outside = outside
+        keras.config.set_dtype_policy(policy)
+
+
+@contextlib.contextmanager
+def prepare_process(config: Config) -> Iterator[None]:
+    """Sets up Keras and TensorFlow for a run, which then trains as in a new process.
+
+    Afterwards they are as before, even if a hook has set another dtype policy; see ``leave_run``.
+    """
+    global _policy_outside
+    with leave_run():
+        _policy_outside = keras.config.dtype_policy()
+        if config.precision != "float32":
+            keras.config.set_dtype_policy(f"mixed_{config.precision}")
+        compat.keep_large_sums_whole()
+        if config.deterministic:
+            tf.config.experimental.enable_op_determinism()
+        with compat.separate_losses(), compat.convert_variables():
+            yield

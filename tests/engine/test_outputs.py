@@ -1,0 +1,66 @@
+"""Outputs that are closed or full while a run trains, and the lock of a run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ctl_core.run.files import is_run_locked, lock_run, release_run
+from ctl_core.run.output import DroppableOutput
+from tests.golden.engine import PYTHONPATH
+
+SAYS = """
+import os, sys
+from ctl_core.run.output import keep_outputs
+
+keep_outputs()
+for number in range(10):
+    print("line", number, flush=True)
+    print("warning", number, file=sys.stderr)
+os.write(3, b"went on")
+print("in the buffer at the end")
+"""
+
+
+@pytest.mark.parametrize("outputs", [">/dev/full", "2>/dev/full", "| true", ">&-", ">&- 2>&-"])
+def test_process_goes_on_without_its_outputs(tmp_path: Path, outputs: str) -> None:
+    """Its exit code is 0, and nothing of what it says gets into a file that it opens."""
+    (tmp_path / "says.py").write_text(SAYS)
+    command = f"set -o pipefail; {sys.executable} says.py 3>file {outputs}"
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "file").read_text() == "went on"
+    assert b"Error" not in done.stderr
+
+
+def test_output_that_can_be_written_is_the_stream() -> None:
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end) as reader, os.fdopen(write_end, "w") as stream:
+        output = DroppableOutput(stream)
+        print("a line", file=output, flush=True)  # type: ignore[call-overload]
+        assert reader.readline() == "a line\n" and not output.isatty()
+
+
+def test_run_is_locked_until_it_is_released(tmp_path: Path) -> None:
+    lock = lock_run(tmp_path)
+    assert lock is not None and (tmp_path / "pid").read_text() == f"{os.getpid()}\n"
+    assert lock_run(tmp_path) is None and is_run_locked(tmp_path)
+    assert (tmp_path / "pid").read_text() == f"{os.getpid()}\n"
+    release_run(tmp_path, lock)
+    assert not (tmp_path / "pid").exists() and not is_run_locked(tmp_path)
+    second = lock_run(tmp_path)
+    assert second is not None
+    release_run(tmp_path, second)
+
+
+def test_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / "pid").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError):
+        lock_run(tmp_path)
+    assert (tmp_path / "other").read_text() == "kept"
