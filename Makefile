@@ -6,7 +6,7 @@
 # make golden      what must not change; MARK="not slow" leaves out what takes long
 # make lint        ruff, mypy, shellcheck
 # make bench       time the engine beside Keras fit and custom loops on the CPU; DEVICE=gpu: on a GPU
-# make test-gpu    the tests that need a GPU
+# make test-gpu    the tests that need a GPU; scripts/on_gpu.py has these, the benchmark and a soak
 # make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
 # make pictures    draw docs/pictures: a run that is killed, and the shapes of the tutorial
 # make prove       train, kill and resume in many ways, beside fit and a loop: some minutes
@@ -70,10 +70,11 @@ lint: $(VENV)/.made
 bench: $(if $(filter gpu,$(DEVICE)),.venv-gpu,$(VENV))/.made
 	"$(<D)/bin/python" -m benchmarks --device $(DEVICE)
 
-# The second line trains on parts of a GPU what other tests train on virtual devices. The third one
-# compares the bits of logical replicas there, which switch TF32 off by themselves.
+# The other lines train on parts of a GPU what tests train on virtual devices. The last one compares
+# the bits of logical replicas there, which switch TF32 off by themselves.
 test-gpu: .venv-gpu/.made
 	$(<D)/bin/python -m pytest tests/engine/test_gpu.py
+	$(<D)/bin/python -m pytest -p tests.helpers.on_gpus tests/engine/test_compilation.py -k one_number
 	$(<D)/bin/python -m pytest -p tests.helpers.on_gpus -m "not slow" $(patsubst %,tests/%.py,\
 		engine/test_reduction engine/test_step golden/test_any_batch golden/test_models golden/test_numbers)
 	AS_IT_IS=1 $(<D)/bin/python -m pytest -p tests.helpers.on_gpus tests/golden/test_logical_replicas.py

@@ -26,7 +26,6 @@ from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
 from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
-from ctl_core.graph import choose_compilation
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.hooks.optimizer_groups import OptimizerGroups, is_pairs
@@ -34,12 +33,10 @@ from ctl_core.hooks.optimizers import refuse_loss_scales
 from ctl_core.hooks.recording import Recording, unfreeze
 from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
 from ctl_core.input.caches import refuse_shared_caches
-from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
 from ctl_core.model.averages import WeightAverage, find_moving_statistics
 from ctl_core.model.components import (
     SINGLE_OBJECTIVE,
-    Compilation,
     Components,
     ForwardComponents,
     StepContext,
@@ -201,7 +198,6 @@ class _Builder:
                 scalar_losses=traced.scalar_losses,
                 unchanged_losses=traced.unchanged_losses,
                 loss_metrics=self._create_loss_metrics(traced.logged),
-                compile_with_xla=config.jit_compile,
                 loss_scale=loss_scale,
                 assign_rate=assign_rate,
                 update_average=average.update if average else None,
@@ -221,8 +217,6 @@ class _Builder:
             generators = [*recording.generators, *recording.tf_generators]
             components.generators.variables += generators
             components.generators.initial_states = [state.numpy() for state in generators]
-        compiles_steps = choose_compilation(components, data) is Compilation.STEP
-        data.begin(count_batches(data.dataset) if compiles_steps else 0)
         return State(
             config=config,
             run_dir=self.run.path,

@@ -3,9 +3,10 @@
 One kind takes many steps in a call. The other takes one step and returns the values that due hooks
 name.
 
-With ``jit_compile`` on a single replica, a step is one XLA executable, and so are many steps whose
+In a compiled run on a single replica, a step is one XLA executable, and so are many steps whose
 batches are read at once (see input/prefetch.py). The sum over several replicas cannot be part of an
-executable: there, only the forward and backward pass of each replica is compiled.
+executable: there, step.py makes executables of what each replica does before the sum and after it.
+compilation.py decides whether a run is compiled.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.compat import GraphWriter, add_called_ops
+from ctl_core.executable import Executable
 from ctl_core.hooks.recording import read_flags
+from ctl_core.input.batches import BatchShape
+from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
 from ctl_core.model.components import Compilation, Components, StepContext, TraceContext
 from ctl_core.model.failures import check_numerics
@@ -27,7 +31,8 @@ from ctl_core.model.logical_replicas import list_compared
 from ctl_core.model.state import State
 from ctl_core.numerics.not_finite import FiniteFlags, combine_flags
 from ctl_core.numerics.reduction import PIECES, join_for_host
-from ctl_core.run.errors import RunError
+from ctl_core.run.errors import CompilationFailed, RunError
+from ctl_core.run.files import relative_path
 from ctl_core.step import GlobalBatch, StepResult, refuse_to_compile, strip_objective, train_step
 from ctl_core.types import Batch, BatchSpec, Count, PerReplica, Structure
 
@@ -38,26 +43,49 @@ StepValues: TypeAlias = dict[str, Structure]
 _LOSS = frozenset({"loss"})
 
 
-def choose_compilation(components: Components, data: Input) -> Compilation:
-    """Returns what XLA compiles: whole steps on one replica, if all batches have one shape."""
-    if not components.compile_with_xla:
-        return Compilation.NOTHING
-    shape = components.shape
-    has_equal_shares = shape.replicas == 1 and shape.batch % shape.accumulate_steps == 0
-    if has_equal_shares and shape.by_rows and _has_fixed_shapes(data.dataset.element_spec):
+def find_compilation(components: Components, data: Input) -> Compilation:
+    """Returns how a step is compiled if it is: as a whole on one replica, with fixed shapes."""
+    has_fixed_shapes = find_varying_shape(components.shape, data.dataset.element_spec) is None
+    if components.shape.replicas == 1 and has_fixed_shapes:
         return Compilation.STEP
     return Compilation.REPLICA
 
 
-def _has_fixed_shapes(element_spec: BatchSpec) -> bool:
-    """Returns whether the elements of a dataset are dense, numeric and of one shape."""
-    return all(
-        isinstance(spec, tf.TensorSpec)
-        and spec.dtype != tf.string
-        and spec.shape.is_fully_defined()
-        and spec.shape.rank > 0
-        for spec in tf.nest.flatten(element_spec)
-    )
+def find_varying_shape(shape: BatchShape, element_spec: BatchSpec) -> str | None:
+    """Returns what keeps the tensors of a step from having fixed shapes; None if nothing does.
+
+    Args:
+        shape: of a global batch
+        element_spec: the specification of the dataset that global batches are read from
+    """
+    if not shape.by_rows:
+        return "the number of rows in a batch varies"
+    if shape.batch % shape.accumulate_steps != 0:
+        return "micro-batches differ in size"
+    for spec in tf.nest.flatten(element_spec):
+        if not isinstance(spec, tf.TensorSpec):
+            return "a tensor of the batches is ragged or sparse"
+        if spec.dtype == tf.string:
+            return "a tensor of the batches has text"
+        if spec.shape.rank is None or None in spec.shape[1:].as_list():
+            return "the width of batches varies"
+        if spec.shape.rank == 0:
+            return "a tensor of the batches is a scalar"
+        if spec.shape[0] is None:
+            return "the last batch of a pass may be smaller"
+    return None
+
+
+def begin_reading(data: Input, compilation: Compilation) -> None:
+    """Starts reading the training data as functions of this kind draw them."""
+    data.begin(_count_batches_at_once(data, compilation))
+
+
+def _count_batches_at_once(data: Input, compilation: Compilation) -> int:
+    """Returns how many batches are read at once for an executable of many steps, or 0."""
+    if compilation is Compilation.STEP:
+        return count_batches(data.dataset)
+    return 0
 
 
 class CallResult(NamedTuple):
@@ -88,13 +116,18 @@ class StepFunctions:
     """
 
     def __init__(
-        self, state: State, summaries: tf.summary.SummaryWriter, quiet: bool = False
+        self,
+        state: State,
+        summaries: tf.summary.SummaryWriter,
+        compilation: Compilation,
+        quiet: bool = False,
     ) -> None:
         """Prepares the functions; they are traced when they are first needed.
 
         Args:
             state: of the run
             summaries: writes the summaries of hooks that are in the graph
+            compilation: the parts of a step that XLA compiles
             quiet: whether steps run the model without noise, to be compared
         """
         self.devices = tuple(state.strategy.extended.worker_devices)
@@ -103,14 +136,15 @@ class StepFunctions:
         self._graphs: dict[tuple[tuple[bool, ...], frozenset[str]], GraphFunction] = {}
         self._variables: dict[tuple[bool, ...], Structure] = {}
         self._frozen: tuple[bool, ...] = ()
-        compilation = choose_compilation(state.components, state.data)
+        self._executables: dict[tuple[tuple[bool, ...], frozenset[str]], Executable] = {}
         context = TraceContext(state.components, quiet=quiet, compilation=compilation)
         if compilation is Compilation.STEP:
             summaries = GraphWriter(refuse_to_compile)
         self._tracer = StepTracer(context, state.data, summaries)
         # The values that a loop returns of its last step. For all other values, the last step is a
         # call of its own.
-        self._loop_fetches = _LOSS if state.data.unit else frozenset()
+        self._loop_fetches = _LOSS if self._tracer.batches_at_once else frozenset()
+        self._is_asked = False
         self.refresh()
 
     def refresh(self) -> None:
@@ -181,19 +215,67 @@ class StepFunctions:
         """Returns the concrete function for the layers that are frozen now, traced if need be.
 
         It returns a ``CallResult``. A loop takes the number of steps, an int32 scalar.
+
+        Raises:
+            CompilationFailed: XLA cannot compile it, which ``find_obstacle`` was to find out.
         """
-        is_loop = fetches <= self._loop_fetches
-        key = (self._frozen, self._loop_fetches if is_loop else fetches)
+        key = self._make_key(fetches)
         if key not in self._graphs:
-            if is_loop:
-                function = define_loop(self._tracer, self._loop_fetches)
+            executable = None
+            if self._tracer.context.compilation is Compilation.STEP:
+                executable = self._trace_executable(fetches)
+                self._check(executable)
+            if fetches <= self._loop_fetches:
+                function = define_loop(self._tracer, self._loop_fetches, executable)
             else:
-                function = define_single_step(self._tracer, fetches)
+                function = define_single_step(self._tracer, fetches, executable)
             with check_numerics(self._state.config.detect_anomaly):
                 self._graphs[key] = function.get_concrete_function()
-            if "variables" in fetches:
-                self._variables[self._frozen] = self._tracer.traced_variables
+            if executable is None:
+                self._note_variables(fetches)
         return self._graphs[key]
+
+    def find_obstacle(self, fetches: frozenset[str]) -> str | None:
+        """Returns why XLA cannot compile a step that returns these values; None if it can.
+
+        Nothing is run. From now on, every further graph is checked before it is used.
+        """
+        self._is_asked = True
+        return (
+            self._trace_executable(frozenset()).obstacle or self._trace_executable(fetches).obstacle
+        )
+
+    def _make_key(self, fetches: frozenset[str]) -> tuple[tuple[bool, ...], frozenset[str]]:
+        if fetches <= self._loop_fetches:
+            fetches = self._loop_fetches
+        return self._frozen, fetches
+
+    def _trace_executable(self, fetches: frozenset[str]) -> Executable:
+        """Returns the executable for the layers that are frozen now, traced if need be."""
+        key = self._make_key(fetches)
+        if key not in self._executables:
+            if self._tracer.batches_at_once and fetches <= self._loop_fetches:
+                executable = self._tracer.compile_many_steps(self._loop_fetches)
+            else:
+                executable = self._tracer.compile_step(fetches)
+            self._executables[key] = executable
+            self._note_variables(fetches)
+        return self._executables[key]
+
+    def _note_variables(self, fetches: frozenset[str]) -> None:
+        """Keeps the variables of the step that was traced last, if hooks ask for them."""
+        if "variables" in fetches:
+            self._variables[self._frozen] = self._tracer.traced_variables
+
+    def _check(self, executable: Executable) -> None:
+        """Refuses an executable of a run that is compiled because all before it could be."""
+        if self._is_asked and executable.obstacle is not None:
+            name = relative_path(self._state.run_dir)
+            raise CompilationFailed(
+                f"jit_compile: {name} is compiled by XLA, but {executable.obstacle}, which the "
+                "next step needs; go on from it with other random numbers: --fork "
+                f"{name} --no-jit-compile."
+            )
 
 
 class TracedStep(NamedTuple):
@@ -215,6 +297,7 @@ class StepTracer:
         context: in which steps are traced, without the number of a step
         data: the training data
         traced_variables: the variables, by objective, that the last traced step trains
+        batches_at_once: the number of batches that are stacked for an executable; 0 without one
     """
 
     def __init__(
@@ -223,18 +306,46 @@ class StepTracer:
         self.context = context
         self.data = data
         self.traced_variables: Structure = {}
+        self.batches_at_once = _count_batches_at_once(data, context.compilation)
         self._summaries = summaries
 
-    def step_on_next_batch(self, fetches: frozenset[str], step: tf.Tensor) -> TracedStep:
-        """Traces a step on a batch that is drawn for it."""
-        if self.context.compilation is not Compilation.STEP:
-            return self.step_on(GlobalBatch(*self.data.draw()), fetches, step)
+    def step_on_next_batch(
+        self, fetches: frozenset[str], executable: Executable | None, step: tf.Tensor
+    ) -> TracedStep:
+        """Traces a step on a batch that is drawn for it.
 
-        @tf.function(jit_compile=True, autograph=False)
-        def compiled_step(batch: Batch, step: tf.Tensor) -> TracedStep:
+        Args:
+            fetches: names of the values to return
+            executable: takes the step; None if the whole step is not compiled
+            step: the number of the step, an int64 scalar
+        """
+        if executable is None:
+            return self.step_on(GlobalBatch(*self.data.draw()), fetches, step)
+        traced: TracedStep = executable(next(self.data.iterator), step)
+        return traced
+
+    def compile_step(self, fetches: frozenset[str]) -> Executable:
+        """Traces the executable that takes a step, on a batch and with a number."""
+
+        def take_step(batch: Batch, step: tf.Tensor) -> TracedStep:
             return self.step_on(GlobalBatch(*self.data.deal_out(batch)), fetches, step)
 
-        return compiled_step(next(self.data.iterator), step)  # type: ignore[no-any-return]
+        components = self.context.components
+        spec = self.data.dataset.element_spec
+        return Executable(components, take_step, spec, tf.TensorSpec([], tf.int64))
+
+    def compile_many_steps(self, fetches: frozenset[str]) -> Executable:
+        """Traces the executable that takes steps on stacked batches; see ``_take_stacked``."""
+        stacked_spec = tf.nest.map_structure(
+            lambda spec: tf.TensorSpec([self.batches_at_once, *spec.shape], spec.dtype),
+            self.data.dataset.element_spec,
+        )
+        index_spec = tf.TensorSpec([], tf.int32)
+        return Executable(
+            self.context.components,
+            partial(_take_many_steps, self, fetches),
+            stacked_spec, index_spec, tf.TensorSpec([], tf.int64), index_spec,
+        )  # fmt: skip
 
     def step_on(
         self, global_batch: GlobalBatch, fetches: frozenset[str], step: tf.Tensor
@@ -274,21 +385,30 @@ class LoopState(NamedTuple):
     values: StepValues
 
 
-def define_loop(tracer: StepTracer, fetches: frozenset[str]) -> GraphFunction:
-    """Defines the graph function that takes a number of steps, an int32 scalar."""
+def define_loop(
+    tracer: StepTracer, fetches: frozenset[str], executable: Executable | None
+) -> GraphFunction:
+    """Defines the graph function that takes a number of steps, an int32 scalar.
+
+    Args:
+        tracer: traces the steps
+        fetches: names of the values to return of the last step
+        executable: takes one step, or as many as there are stacked batches; None: not compiled
+    """
     step_variable = tracer.context.components.step_variable
-    no_values = _create_no_values(tracer, fetches)
-    if tracer.data.unit:
-        take_next = partial(_take_stacked, tracer, fetches)
+    if executable is not None and tracer.batches_at_once:
+        take_next = partial(_take_stacked, tracer, executable)
     else:
-        take_next = partial(_take_single, tracer, fetches)
+        take_next = partial(_take_single, tracer, fetches, executable)
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int32)])
     def run_loop(steps: tf.Tensor) -> CallResult:
         done, flags, values = tf.while_loop(
             lambda done, *_: done < steps,
             partial(take_next, step_variable.read_value(), steps),
-            LoopState(tf.constant(0), _create_flags(tracer, steps), no_values),
+            LoopState(
+                tf.constant(0), _create_flags(tracer, steps), _create_no_values(tracer, fetches)
+            ),
         )
         # Counted afterwards, so that steps of a call that fails are not counted.
         step_variable.assign_add(tf.cast(done, tf.int64))
@@ -300,6 +420,7 @@ def define_loop(tracer: StepTracer, fetches: frozenset[str]) -> GraphFunction:
 def _take_single(
     tracer: StepTracer,
     fetches: frozenset[str],
+    executable: Executable | None,
     before: tf.Tensor,
     steps: tf.Tensor,
     done: tf.Tensor,
@@ -308,13 +429,13 @@ def _take_single(
 ) -> LoopState:
     """Takes a step inside a loop, which has begun after the step ``before``."""
     step = before + tf.cast(done, tf.int64) + 1
-    traced = tracer.step_on_next_batch(fetches, step)
+    traced = tracer.step_on_next_batch(fetches, executable, step)
     return LoopState(done + 1, flags.write(done, traced.flags), traced.values)
 
 
 def _take_stacked(
     tracer: StepTracer,
-    fetches: frozenset[str],
+    executable: Executable,
     before: tf.Tensor,
     steps: tf.Tensor,
     done: tf.Tensor,
@@ -323,41 +444,63 @@ def _take_stacked(
 ) -> LoopState:
     """Takes as many steps inside a loop as there are stacked batches, in one executable."""
     stacked, first, count = tracer.data.iterator.take(steps - done)
-    compiled = _define_compiled_steps(tracer, fetches)
-    new_flags, values = compiled(stacked, first, before + tf.cast(done, tf.int64), count)
+    new_flags, values = executable(stacked, first, before + tf.cast(done, tf.int64), count)
     flags = flags.scatter(done + tf.range(count), new_flags[:count])
     return LoopState(done + count, flags, values)
 
 
-def _define_compiled_steps(tracer: StepTracer, fetches: frozenset[str]) -> GraphFunction:
-    """Defines an XLA executable that takes steps on stacked batches."""
-    no_values = _create_no_values(tracer, fetches)
+def _take_many_steps(
+    tracer: StepTracer,
+    fetches: frozenset[str],
+    stacked: Batch,
+    first: tf.Tensor,
+    before: tf.Tensor,
+    steps: tf.Tensor,
+) -> tuple[tf.Tensor, StepValues]:
+    """Takes steps on stacked batches, inside an XLA executable.
 
-    @tf.function(jit_compile=True, autograph=False)
-    def compiled_steps(
-        stacked: Batch, first: tf.Tensor, before: tf.Tensor, steps: tf.Tensor
-    ) -> tuple[tf.Tensor, StepValues]:
-        def take_next(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
-            # By gather, because the index of a slice would be a constant of the executable.
-            batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, first + done), stacked)
-            global_batch = GlobalBatch(*tracer.data.deal_out(batch))
-            step = before + tf.cast(done, tf.int64) + 1
-            traced = tracer.step_on(global_batch, fetches, step)
-            values = tf.nest.map_structure(lambda value: tf.cast(value, tf.float32), traced.values)
-            return LoopState(done + 1, flags.write(done, traced.flags), values)
+    Args:
+        tracer: traces a step
+        fetches: names of the values to return of the last step
+        stacked: the batches
+        first: the index of the first one
+        before: the number of steps that were taken before
+        steps: how many steps to take
 
-        _, flags, values = tf.while_loop(
-            lambda done, *_: done < steps,
-            take_next,
-            LoopState(tf.constant(0), _create_flags(tracer, tracer.data.unit), no_values),
-        )
-        return flags.stack(), values
+    Returns:
+        The flags of all steps, of which those beyond ``steps`` are empty; and the values.
+    """
 
-    return compiled_steps
+    def take_next(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
+        # By gather, because the index of a slice would be a constant of the executable.
+        batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, first + done), stacked)
+        global_batch = GlobalBatch(*tracer.data.deal_out(batch))
+        traced = tracer.step_on(global_batch, fetches, before + tf.cast(done, tf.int64) + 1)
+        values = tf.nest.map_structure(lambda value: tf.cast(value, tf.float32), traced.values)
+        return LoopState(done + 1, flags.write(done, traced.flags), values)
+
+    _, flags, values = tf.while_loop(
+        lambda done, *_: done < steps,
+        take_next,
+        LoopState(
+            tf.constant(0),
+            _create_flags(tracer, tracer.batches_at_once),
+            _create_no_values(tracer, fetches),
+        ),
+    )
+    return flags.stack(), values
 
 
-def define_single_step(tracer: StepTracer, fetches: frozenset[str]) -> GraphFunction:
-    """Defines the graph function that takes one step and returns values of it."""
+def define_single_step(
+    tracer: StepTracer, fetches: frozenset[str], executable: Executable | None
+) -> GraphFunction:
+    """Defines the graph function that takes one step and returns values of it.
+
+    Args:
+        tracer: traces the step
+        fetches: names of the values to return
+        executable: takes the step; None if the whole step is not compiled
+    """
     components = tracer.context.components
     local_results = components.strategy.experimental_local_results
     replicas = len(components.strategy.extended.worker_devices)
@@ -366,7 +509,7 @@ def define_single_step(tracer: StepTracer, fetches: frozenset[str]) -> GraphFunc
     @tf.function(autograph=False, input_signature=[])
     def run_step() -> CallResult:
         step = components.step_variable.read_value() + 1
-        flags, values = tracer.step_on_next_batch(fetches, step)
+        flags, values = tracer.step_on_next_batch(fetches, executable, step)
         computed = [flags]
         for value in tf.nest.flatten(values, expand_composites=True):
             computed += local_results(value)

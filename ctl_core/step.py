@@ -17,15 +17,24 @@ import tensorflow as tf
 from ctl_core import compat
 from ctl_core.cluster.collectives import place_rows, replica_id
 from ctl_core.cluster.replica_contexts import enter_logical_replica, forbid_exchanges, weigh_by_rows
-from ctl_core.input.batches import Share
+from ctl_core.executable import describe_op, find_uncompilable_op
+from ctl_core.input.batches import Share, find_first_replica
 from ctl_core.model.components import SINGLE_OBJECTIVE, Compilation, StepContext
-from ctl_core.model.forward import call_made, forward_backward, read_written, settle_written
+from ctl_core.model.failures import find_line
+from ctl_core.model.forward import (
+    call_made,
+    fix_sparse_shape,
+    forward_backward,
+    read_written,
+    settle_written,
+)
 from ctl_core.model.logical_replicas import BETWEEN_STEPS, UPDATE, LogicalReplicas
 from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import FiniteFlags, are_finite, are_losses_finite, are_numbers
+from ctl_core.numerics.randomness import draws_random_numbers
 from ctl_core.numerics.reduction import PIECES, Contribution
 from ctl_core.numerics.variables import unwrap
-from ctl_core.run.errors import RefusedCall
+from ctl_core.run.errors import HookFailed, NotCompilable, SetupError
 from ctl_core.types import (
     Count,
     Gradients,
@@ -38,7 +47,8 @@ from ctl_core.types import (
 )
 
 NOT_COMPILABLE = (
-    "jit_compile compiles no tf.summary and no exchange of replicas; leave that or it out"
+    "jit_compile compiles no tf.summary and no exchange of replicas; leave that out, or train with "
+    "--no-jit-compile"
 )
 _OPTIMIZER_IN_MICRO_BATCH = (
     "grad_pre: applies an optimizer by itself, with accumulate_steps in each micro-batch; return "
@@ -71,6 +81,20 @@ class Updates(NamedTuple):
     applied: GradientsByObjective
     displayed: dict[str, UserObject]
     skips: dict[str, tf.Tensor]
+
+
+class UpdateResult(NamedTuple):
+    """The results of an update; tensors have a value for each replica.
+
+    Attributes:
+        summed: the gradients and objectives summed over the replicas
+        updates: returned by ``call_update_pre``
+        flags: returned by ``note_flags``
+    """
+
+    summed: Contribution
+    updates: Updates
+    flags: FiniteFlags
 
 
 class StepResult(NamedTuple):
@@ -159,30 +183,55 @@ def update_once(
 ) -> StepResult:
     """Makes one update on a global batch."""
     replicas = Replicas(context)
-    are_equal: list[tf.Tensor] = []
     update_pre = context.hooks.update_pre
     kept = frozenset(PIECES) & {*fetches, *update_pre.arguments}
     needs_loss = "loss" in fetches or "loss" in update_pre.arguments
 
-    if context.components.shape.logical_replicas is None:
-        contribution, variables = compute_contribution(context, replicas, global_batch, kept)
-        summed = replicas.run(partial(reduce_over_replicas, context, needs_loss), contribution)
-        call = partial(call_update_pre, context, global_batch.examples, variables)
-    else:
-        computation = LogicalReplicas(context, replicas.run)
-        assert isinstance(global_batch.examples, int)
-        contribution, summed, variables = computation.compute(
-            global_batch.deal(0), global_batch.examples, kept
-        )
-        call = partial(
-            _call_update_pre_alike, context, computation, global_batch.examples, variables
-        )
-        are_equal = computation.are_equal
-    updates = replicas.run(call, contribution, summed)
+    if context.components.shape.logical_replicas is not None:
+        return update_logical_replicas(context, replicas, global_batch, kept)
+    contribution, variables = compute_contribution(context, replicas, global_batch, kept)
+    total = replicas.run(partial(sum_contributions, context, needs_loss), contribution)
+    update = make_update
+    if context.compilation is Compilation.REPLICA:
+        update = make_compiled_update
+    result = update(context, replicas, global_batch.examples, variables, contribution, total)
+    return StepResult(
+        loss=result.summed.loss,
+        gradients=result.summed.gradients,
+        update_gradients=result.updates.applied,
+        display_gradients=result.updates.displayed,
+        variables=variables,
+        output=contribution.output,
+        batch=contribution.batch,
+        flags=[result.flags],
+        are_equal=[],
+    )
+
+
+def update_logical_replicas(
+    context: StepContext, replicas: Replicas, global_batch: GlobalBatch, kept: frozenset[str]
+) -> StepResult:
+    """Makes one update with logical replicas.
+
+    Args:
+        context: of the step
+        replicas: the devices, which compute the logical replicas
+        global_batch: the global batch
+        kept: which of ``output`` and ``batch`` are needed afterwards
+    """
+    assert isinstance(global_batch.examples, int)
+    computation = LogicalReplicas(context, replicas.run)
+    contribution, summed, variables = computation.compute(
+        global_batch.deal(0), global_batch.examples, kept
+    )
+    updates = replicas.run(
+        partial(_call_update_pre_alike, context, computation, global_batch.examples, variables),
+        contribution,
+        summed,
+    )
     flags = replicas.run(partial(note_flags, context), contribution, summed)
     apply_updates(context, replicas, variables, summed, updates)
-    if context.components.shape.logical_replicas is not None:
-        replicas.run(partial(computation.states.assign, BETWEEN_STEPS))
+    replicas.run(partial(computation.states.assign, BETWEEN_STEPS))
     return StepResult(
         loss=summed.loss,
         gradients=summed.gradients,
@@ -192,7 +241,7 @@ def update_once(
         output=contribution.output,
         batch=contribution.batch,
         flags=[flags],
-        are_equal=are_equal,
+        are_equal=computation.are_equal,
     )
 
 
@@ -308,32 +357,152 @@ def _run_compiled(
 
 def refuse_to_compile(*_: Any, **__: Any) -> None:
     """Refuses anything that XLA cannot compile, whatever the arguments are."""
-    raise RefusedCall(NOT_COMPILABLE)
+    raise NotCompilable(NOT_COMPILABLE)
 
 
-def reduce_over_replicas(
+def sum_contributions(
     context: StepContext, needs_loss: bool, contribution: Contribution
 ) -> Contribution:
     """Sums gradients, and objectives if they are needed, over all replicas in one all-reduce.
 
-    Runs on one replica. The sums are those of the unscaled objectives, divided by the weight of the
-    batch.
+    Runs on one replica. ``finish_sums`` makes of the result what ``update_pre`` is passed.
     """
-    components = context.components
-    is_executable = context.compilation is Compilation.STEP
     loss = contribution.loss if needs_loss else {}
     gradients, summed_loss, weight = reduction.sum_over_replicas(
-        (contribution.gradients, loss, contribution.weight),
-        components.shape.replicas,
-        is_executable,
+        (contribution.gradients, loss, contribution.weight), context.components.shape.replicas
     )
+    return Contribution(summed_loss, gradients, weight, [], [])
+
+
+def finish_sums(context: StepContext, is_executable: bool, total: Contribution) -> Contribution:
+    """Returns the sums of the unscaled objectives and their gradients, on one replica.
+
+    They are divided by the weight of the batch, and a sparse gradient has each index once.
+
+    Args:
+        context: of the step
+        is_executable: whether XLA compiles what is traced
+        total: returned by ``sum_contributions``
+    """
+    components = context.components
+    gradients = reduction.merge_rows(total.gradients, is_executable)
+    loss = total.loss
     if components.loss_scale is not None:
         gradients = reduction.multiply(gradients, 1.0 / components.loss_scale.value)
-    if weight:
-        factor = tf.math.reciprocal_no_nan(weight[0])
-        summed_loss = reduction.multiply(summed_loss, factor)
+    if total.weight:
+        factor = tf.math.reciprocal_no_nan(total.weight[0])
+        loss = reduction.multiply(loss, factor)
         gradients = reduction.multiply(gradients, factor)
-    return Contribution(summed_loss, gradients, [], [], [])
+    return Contribution(loss, gradients, [], [], [])
+
+
+def make_update(
+    context: StepContext,
+    replicas: Replicas,
+    examples: Count,
+    variables: VariablesByObjective,
+    contribution: Contribution,
+    total: Contribution,
+) -> UpdateResult:
+    """Makes the update with the sums over the replicas.
+
+    Args:
+        context: of the step, or of a turn within it
+        replicas: make it
+        examples: the number of examples in the global batch
+        variables: by objective, in the order of the gradients
+        contribution: of each replica, before the sum
+        total: returned by ``sum_contributions``
+    """
+    is_executable = context.compilation is Compilation.STEP
+    summed = replicas.run(partial(finish_sums, context, is_executable), total)
+    updates = replicas.run(
+        partial(call_update_pre, context, examples, variables), contribution, summed
+    )
+    flags = replicas.run(partial(note_flags, context), contribution, summed)
+    apply_updates(context, replicas, variables, summed, updates)
+    return UpdateResult(summed, updates, flags)
+
+
+def make_compiled_update(
+    context: StepContext,
+    replicas: Replicas,
+    examples: Count,
+    variables: VariablesByObjective,
+    contribution: Contribution,
+    total: Contribution,
+) -> UpdateResult:
+    """Makes the update in an executable of each replica, see ``make_update``.
+
+    So a seed gives the same random numbers before the sum and after it. An update that XLA cannot
+    compile, because it writes a summary for example, is not compiled if it draws nothing.
+
+    Raises:
+        SetupError: it draws random numbers, and cannot be compiled.
+    """
+    arguments = context.hooks.update_pre.arguments
+    needed = contribution._replace(
+        gradients={},
+        weight=[],
+        output=contribution.output if "output" in arguments else [],
+        batch=contribution.batch if "batch" in arguments else [],
+    )
+    update = partial(_run_compiled_update, context, examples, variables)
+    try:
+        result: UpdateResult = replicas.run(update, needed, total)
+        return result
+    except (HookFailed, NotCompilable) as error:
+        if not isinstance(error, NotCompilable) and not isinstance(error.__cause__, NotCompilable):
+            raise
+        obstacle = str(error)
+    graph = tf.compat.v1.get_default_graph()
+    operations_before = len(graph.get_operations())
+    result = make_update(context, replicas, examples, variables, contribution, total)
+    for op in compat.add_called_ops(graph.get_operations()[operations_before:]):
+        if draws_random_numbers(op):
+            raise SetupError(
+                f"{find_line(op, context.hooks) or 'the update'}: draws random numbers, which "
+                "would differ from those that XLA draws before the sum over the replicas, and the "
+                f"update cannot be compiled; train with --no-jit-compile. ({obstacle})"
+            )
+    return result
+
+
+def _run_compiled_update(
+    context: StepContext,
+    examples: Count,
+    variables: VariablesByObjective,
+    contribution: Contribution,
+    total: Contribution,
+) -> UpdateResult:
+    """Makes the update of one replica in an XLA executable.
+
+    Raises:
+        NotCompilable: XLA cannot compile it.
+    """
+    strategy = context.components.strategy
+    replica = tf.get_static_value(tf.convert_to_tensor(replica_id()))
+    number = int(replica) - find_first_replica(strategy)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(contribution: Contribution, total: Contribution) -> UpdateResult:
+        gradients = {
+            name: list(map(fix_sparse_shape, gradients, variables[name]))
+            for name, gradients in total.gradients.items()
+        }
+        summed = finish_sums(context, True, total._replace(gradients=gradients))
+        updates = call_update_pre(context, examples, variables, contribution, summed)
+        flags = note_flags(context, contribution, summed)
+        with compat.enter_update(strategy, number):
+            apply_on_replica(context, number, variables, summed, updates)
+        return UpdateResult(summed, updates, flags)
+
+    with forbid_exchanges(NOT_COMPILABLE), compat.GraphWriter(refuse_to_compile).as_default():
+        op = find_uncompilable_op(compiled.get_concrete_function(contribution, total).graph)
+        if op is not None:
+            raise NotCompilable(describe_op(op, context.hooks))
+        result: UpdateResult = compiled(contribution, total)
+        return result
 
 
 def call_update_pre(
@@ -448,28 +617,76 @@ def apply_on_devices(
     updated = list(itertools.chain(*variables.values()))
     if not updated:
         return
-    strategy = context.components.strategy
-    devices = list(strategy.extended.worker_devices)
     device_numbers = itertools.count()
 
-    def apply_on_device(
+    def apply_on_next_device(
         _: tf.Variable, applied: GradientsByObjective, skips: dict[str, tf.Tensor]
     ) -> None:
-        number = next(device_numbers)
-        with (
-            tf.device(devices[number]),
-            tf.name_scope(""),  # a summary's name begins with the name scope
-            compat.mute_other_summaries(context.step, number),
-            compat.update_device(strategy, number),
-        ):
-            for name, gradients in applied.items():
-                apply = partial(apply_gradients, context, name, gradients, variables[name])
-                run_unless(skips.get(name), apply)
-            run_unless(_find_common_skip(applied, skips), partial(finish_update, context))
+        apply_on_device(context, next(device_numbers), variables, applied, skips)
 
-    strategy.extended.update(
-        unwrap(updated[0]), apply_on_device, args=(updates.applied, updates.skips), group=False
+    context.components.strategy.extended.update(
+        unwrap(updated[0]),
+        apply_on_next_device,
+        args=(updates.applied, updates.skips),
+        group=False,
     )
+
+
+def apply_on_replica(
+    context: StepContext,
+    number: int,
+    variables: VariablesByObjective,
+    summed: Contribution,
+    updates: Updates,
+) -> None:
+    """Does what ``apply_updates`` does, for one replica, in the context of an update.
+
+    Args:
+        context: of the step, or of a turn within it
+        number: of the device among those of this process
+        variables: by objective, in the order of the gradients
+        summed: the gradients and objectives summed over the replicas
+        updates: returned by ``call_update_pre``
+    """
+    if not any(variables.values()):
+        return
+    apply = partial(apply_on_device, context, number, variables, updates.applied, updates.skips)
+    loss_scale = context.components.loss_scale
+    if loss_scale is None:
+        apply()
+        return
+    is_finite = are_finite(tf.nest.flatten(summed.gradients))
+    tf.cond(is_finite, apply, lambda: None)
+    loss_scale.adjust(is_finite)
+
+
+def apply_on_device(
+    context: StepContext,
+    number: int,
+    variables: VariablesByObjective,
+    applied: GradientsByObjective,
+    skips: dict[str, tf.Tensor],
+) -> None:
+    """Applies the updates on one device of this process.
+
+    Args:
+        context: of the step, or of a turn within it
+        number: of the device among those of this process
+        variables: by objective, in the order of the gradients
+        applied: the gradients that optimizers apply, by objective
+        skips: whether to leave out an update, by objective
+    """
+    strategy = context.components.strategy
+    with (
+        tf.device(strategy.extended.worker_devices[number]),
+        tf.name_scope(""),  # a summary's name begins with the name scope
+        compat.mute_other_summaries(context.step, number),
+        compat.update_device(strategy, number),
+    ):
+        for name, gradients in applied.items():
+            apply = partial(apply_gradients, context, name, gradients, variables[name])
+            run_unless(skips.get(name), apply)
+        run_unless(_find_common_skip(applied, skips), partial(finish_update, context))
 
 
 def _find_common_skip(

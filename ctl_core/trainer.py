@@ -21,9 +21,10 @@ from ctl_core.checkpoint.retention import find_best_step
 from ctl_core.cluster.background import tell_step
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.sync import LoopStatus
+from ctl_core.compilation import choose_functions
 from ctl_core.evaluation.criteria import read_criteria
 from ctl_core.evaluation.summaries import Pace, Profile
-from ctl_core.graph import StepFunctions
+from ctl_core.graph import begin_reading
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.components import TraceContext
 from ctl_core.model.failures import attribute_errors
@@ -33,10 +34,11 @@ from ctl_core.model.state import Clock, State, check_hook_state
 from ctl_core.numerics.not_finite import NEVER, NonFinite
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
-from ctl_core.run.errors import HookFailed, RunError, SetupError, StopTraining
+from ctl_core.run.errors import CompilationFailed, HookFailed, RunError, SetupError, StopTraining
 from ctl_core.schedule import MOST_STEPS, Schedule, StepsPerCall, convert_to_steps
 from ctl_core.session.messages import (
     count_parameters,
+    describe_compilation_change,
     describe_end,
     describe_nonfinite,
     describe_start,
@@ -61,11 +63,22 @@ class Trainer:
     """
 
     def __init__(self, state: State, run: Run, console: Console, signals: Signals) -> None:
-        """Prepares training; ``run`` is opened and ``console`` started when it begins."""
+        """Prepares training; ``run`` is opened and ``console`` started when it begins.
+
+        Raises:
+            SetupError: the run is compiled, and cannot be compiled here.
+        """
         self.state = state
         self.start = 0
+        begun_compiled = None
+        if run.source is not None:
+            begun_compiled = run.source.find_compiled()
+        summaries = run.summaries.make_graph_writer("train")
+        self.functions = choose_functions(state, summaries, begun_compiled)
+        if begun_compiled not in (None, state.compilation.is_compiled):
+            console.say(describe_compilation_change(state))
+        begin_reading(state.data, state.compilation.parts)
         self.checkpoints = Checkpoints(state, console)
-        self.functions = StepFunctions(state, run.summaries.make_graph_writer("train"))
         self._run = run
         self._console = console
         self._signals = signals
@@ -151,7 +164,8 @@ class Trainer:
             self._check_step()
         if state.cluster.task.chief and (going_on or not run.config_file.exists()):
             run.listeners.candidates.append(Pace(state, run.summaries))
-            run.open(state.config, self.start, hooks_file, self.functions.devices)
+            compilation = str(state.compilation)
+            run.open(state.config, self.start, hooks_file, self.functions.devices, compilation)
             console.listeners = run.listeners
         self._print_start(going_on)
         if not going_on:
@@ -401,7 +415,7 @@ class Trainer:
             graph = self.functions.trace(self._schedule.find_fetches(self.start + 1)).graph
             if state.evaluation is not None:
                 state.evaluation.trace()
-        except HookFailed as error:
+        except (CompilationFailed, HookFailed) as error:
             raise SetupError(str(error)) from error.__cause__
         if state.config.logical_replicas is not None:
             refuse_ops(state.hooks, graph)

@@ -246,6 +246,7 @@ class Checkpoints:
             frozen=read_flags(state.recording),
             created=list(self._created),
             progress=dataclasses.asdict(state.progress),  # a copy, since hooks run meanwhile
+            compiled=state.compilation.is_compiled,
             learnt=self._vocabularies.learnt,
             settings=self._settings,
             logical_replicas=state.config.logical_replicas,

@@ -49,6 +49,7 @@ class Record:
         created: the names of the variables in the engine's part
         progress: the fields of ``state.Progress``
         reader: the position of a reader in Python, as text
+        compiled: whether XLA compiles the steps of the run; None in a record that does not say so
         learnt: the values that preprocessing layers have learned, see vocabularies.py
         settings: the settings of the run, as the text of its config.yaml; empty in a record of 1.0
         sizes: the result of ``measure_files``; empty in a record of 1.0
@@ -68,6 +69,7 @@ class Record:
     created: list[str]
     progress: dict[str, Any]
     reader: str = ""
+    compiled: bool | None = None
     learnt: dict[str, dict[LearnedName, list[str | int | float]]] = dataclasses.field(
         default_factory=dict
     )

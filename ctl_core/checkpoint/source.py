@@ -6,12 +6,13 @@ run that ``fork`` names.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
 from typing import Literal
 
-from ctl_core.checkpoint.record import list_saved_steps
+from ctl_core.checkpoint.record import Damaged, list_saved_steps, read_record
 from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import relative_path
@@ -58,6 +59,20 @@ class Source:
             existing = list_saved_steps(self.run / "ckpt")[:10]
             raise SetupError(f"{self.setting}: no checkpoint {name} is there, only {existing}.")
         return suitable
+
+    def find_compiled(self) -> bool | None:
+        """Returns whether XLA compiles the run that is resumed; None for a fork of it.
+
+        Records of engines before 2.0 do not say so. Their runs are as the setting says.
+        """
+        if self.setting != "run_name":
+            return None
+        for step in self.find_steps():
+            with contextlib.suppress(Damaged):
+                compiled = read_record(self.folder, step).compiled
+                if compiled is not None:
+                    return compiled
+        return read_run_settings(self.run).values.get("jit_compile") is True
 
 
 def read_source(setting: str, text: str, runs_dir: str) -> Source:

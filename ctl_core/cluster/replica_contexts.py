@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, distribute
 from ctl_core.compat import enter_replica_context
-from ctl_core.run.errors import RefusedCall
+from ctl_core.run.errors import NotCompilable, RefusedCall
 from ctl_core.types import Count, Gradient, PerReplica, Structure, UserObject
 
 # Hooks are converted by AutoGraph, and so is every method that they call, unless it is marked.
@@ -100,10 +100,10 @@ class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
 
 
 class NoExchange(InnerContext):
-    """A context in which replicas must not exchange anything.
+    """A context in which replicas must not exchange anything, since XLA could not compile it.
 
     Raises:
-        RefusedCall: something is exchanged; the message gives the reason.
+        NotCompilable: something is exchanged; the message gives the reason.
     """
 
     def __init__(self, outer: tf.distribute.ReplicaContext, reason: str) -> None:
@@ -118,7 +118,7 @@ class NoExchange(InnerContext):
         kwargs: dict[str, Any] | None = None,
     ) -> PerReplica:
         """Refuses the exchange."""
-        raise RefusedCall(self._reason)
+        raise NotCompilable(self._reason)
 
 
 class RowWeighted(InnerContext):

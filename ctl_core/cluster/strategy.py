@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -150,6 +151,21 @@ def _list_devices(config: Config) -> list[str]:
     if config.strategy == "one_device":
         return devices[:1]
     return devices
+
+
+def read_peak_memory(devices: Sequence[str]) -> int | None:
+    """Returns the most bytes that one of these devices had in use so far; None if none is a GPU.
+
+    Args:
+        devices: names of devices of this process
+    """
+    names = [device.partition("device:")[2] for device in devices]
+    peaks = [
+        int(tf.config.experimental.get_memory_info(name)["peak"])
+        for name in names
+        if name.startswith("GPU")
+    ]
+    return max(peaks, default=None)
 
 
 def has_joined() -> bool:

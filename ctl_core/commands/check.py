@@ -37,6 +37,7 @@ from ctl_core.commands.python_values import (
 )
 from ctl_core.commands.use import evaluate, export, predict
 from ctl_core.compat import add_called_ops, make_scratch_graph
+from ctl_core.compilation import explain_for_gpu
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.input.batches import Share, make_placeholders
@@ -130,6 +131,7 @@ class Rehearsal:
             trainer = Trainer(state, run, console, Signals())
             trainer.restore()
             trainer.train()
+            console.print(f"  {explain_for_gpu(state)}")
             self._judge_changes(state)
         return state
 

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -299,6 +300,7 @@ def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[
         SystemExit: ``--help`` was asked for and printed.
     """
     words, hparams = _split_hparams(words)
+    words = _spell_out_jit_compile(words)
     options = {name: _OPTIONS[name] for name in COMMANDS[command].options}
     settings: dict[str, Any] = {
         name: (SETTINGS[name].annotation, SETTINGS[name]) for name in COMMANDS[command].settings
@@ -364,6 +366,21 @@ def _split_hparams(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             value = {name: value}
         hparams = merge_hparams(hparams, value)
     return others, hparams
+
+
+def _spell_out_jit_compile(words: Sequence[str]) -> list[str]:
+    """Gives ``--jit-compile`` a value where it stands alone: true, or false for its negation.
+
+    pydantic-settings has flags without a value, and flags with one, but none that is both.
+    """
+    spelled_out = []
+    for word, next_word in itertools.pairwise([*words, "--"]):
+        if word == "--no-jit-compile":
+            word = "--jit-compile=false"
+        elif word == "--jit-compile" and next_word.startswith("-"):
+            word = "--jit-compile=true"
+        spelled_out.append(word)
+    return spelled_out
 
 
 def _explain_flag(text: str, names: Sequence[str]) -> str:

@@ -33,8 +33,9 @@ from ctl_core.commands.observation import (
     read_step,
 )
 from ctl_core.evaluation.evaluate import EvaluationSet
-from ctl_core.graph import StepFunctions
+from ctl_core.graph import StepFunctions, begin_reading
 from ctl_core.hooks.hooks import Hooks
+from ctl_core.model.components import Compilation
 from ctl_core.model.copies import list_local_components
 from ctl_core.model.state import State
 from ctl_core.run.errors import RunError, SetupError
@@ -83,7 +84,8 @@ def compare_bits(hooks: Hooks, config: Config, console: CheckConsole) -> None:
 
 def _measure(state: State) -> list[Values]:
     """Returns the values after each step, then those of an evaluation."""
-    functions = StepFunctions(state, tf.summary.create_noop_writer())
+    functions = StepFunctions(state, tf.summary.create_noop_writer(), Compilation.NOTHING)
+    begin_reading(state.data, Compilation.NOTHING)
     measurement = []
     for _ in range(STEPS):
         values = read_step(state, functions.take_steps(1, FETCHES))

@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from ctl_core.commands.compare_graphs import describe_with_attributes, find_difference
 from ctl_core.compat import add_called_ops, flatten_layers, read_added_losses
-from ctl_core.graph import StepFunctions
+from ctl_core.compilation import choose_functions
+from ctl_core.graph import StepFunctions, begin_reading
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.averages import has_own_statistics
 from ctl_core.model.components import SINGLE_OBJECTIVE
@@ -187,8 +188,10 @@ class Observer:
         or normalizes its own batch.
         """
         writer = tf.summary.create_noop_writer()
-        quiet = StepFunctions(self._state, writer, quiet=True)
-        noisy = StepFunctions(self._state, writer)
+        noisy = choose_functions(self._state, writer, begun=None)
+        compilation = self._state.compilation.parts
+        begin_reading(self._state.data, compilation)
+        quiet = StepFunctions(self._state, writer, compilation, quiet=True)
         if self.noisy_steps is NoisySteps.UNKNOWN:
             self.noisy_steps = NoisySteps.COMPARED
             if has_same_graph(quiet, noisy):

@@ -383,7 +383,8 @@ def _compare_with_old(
 
 def trace_all(state: State) -> list[tf.Operation]:
     """Traces a step and the evaluation anew, and returns their ops."""
-    functions = StepFunctions(state, tf.summary.create_noop_writer())
+    writer = tf.summary.create_noop_writer()
+    functions = StepFunctions(state, writer, state.compilation.parts)
     functions.trace()
     operations = list(functions.list_operations())
     if state.evaluation is not None:

@@ -15,13 +15,15 @@ place to mend.
                      variables of random generators
     graphs.py        FuncGraph: _watched_variables, _get_function, _variable_creator_stack; the
                      resources that an op writes; the stack of AutoGraph; the eager context: _config
-    distribution.py  which replica writes summaries; the resource of a writer; float and int of a
-                     DistributedVariable; how a process joins a cluster, and which devices it has
+    distribution.py  which replica writes summaries; the context of an update; the resource of a
+                     writer; float and int of a DistributedVariable; how a process joins a cluster,
+                     and which devices it has
     checkpoints.py   Trackable and the object graph of a checkpoint; Checkpoint: _write;
                      CheckpointManager: _max_to_keep, _checkpoint
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
                      _stop_on_empty_dataset, the names of the classes of stages; the tensors and the
                      format of the position of an iterator
+    xla.py           the ops that XLA compiles for a GPU; experimental_get_compiler_ir
 """
 
 from ctl_core.compat.checkpoints import (
@@ -53,6 +55,7 @@ from ctl_core.compat.distribution import (
     convert_variables,
     cut_join,
     enter_replica_context,
+    enter_update,
     list_cpu_devices,
     mute_other_summaries,
 )
@@ -86,6 +89,7 @@ from ctl_core.compat.randomness import (
     keep_op_seed,
     name_anew,
 )
+from ctl_core.compat.xla import list_gpu_ops, lower
 
 __all__ = [
     "GraphCheckpoint",
@@ -99,6 +103,7 @@ __all__ = [
     "draw_from",
     "draws_random_numbers",
     "enter_replica_context",
+    "enter_update",
     "find_captured_variables",
     "find_graphs",
     "find_inputs",
@@ -119,7 +124,9 @@ __all__ = [
     "leave_constants_unchecked",
     "leave_creator_scopes",
     "list_cpu_devices",
+    "list_gpu_ops",
     "list_stages",
+    "lower",
     "make_scratch_graph",
     "mute_other_summaries",
     "name_anew",

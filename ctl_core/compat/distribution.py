@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_lib
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
 from tensorflow.python.ops import summary_ops_v2
@@ -48,6 +48,24 @@ def _convert_to_float(of_tensorflow: Callable[..., float] | None, variable: tf.V
 
 def _convert_to_int(of_tensorflow: Callable[..., int] | None, variable: tf.Variable) -> int:
     return int(variable.numpy())
+
+
+@contextlib.contextmanager
+def enter_update(strategy: tf.distribute.Strategy, number: int) -> Iterator[None]:
+    """Enters the context in which ``strategy.extended.update`` calls a function for a device.
+
+    ``update`` itself must be called for all devices at once, which no replica can do.
+
+    Args:
+        strategy: of the replica that calls this
+        number: of its device among those of this process
+    """
+    distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
+    try:
+        with distribute_lib.UpdateContext(number):
+            yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
 
 
 class GraphWriter(tf.summary.SummaryWriter):

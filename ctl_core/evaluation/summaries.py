@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
+from ctl_core.cluster.strategy import read_peak_memory
 from ctl_core.compat import GraphWriter
 from ctl_core.model.components import SINGLE_OBJECTIVE
 from ctl_core.run.files import atomic_write
@@ -167,9 +168,10 @@ class Pace(Listener):
     """Writes learning rates and the speed of training to ``tb/train`` when values are reported.
 
     The names are ``progress/learning_rate`` (with several objectives,
-    ``progress/learning_rate/NAME``), ``progress/steps_per_second`` and
-    ``progress/examples_per_second``. A speed is the mean since the last time, without evaluations
-    and checkpoints. metrics.jsonl has no such lines: it is the same however often a run is resumed.
+    ``progress/learning_rate/NAME``), ``progress/steps_per_second``,
+    ``progress/examples_per_second`` and, on GPUs, ``progress/peak_gpu_memory_mib``. A speed is the
+    mean since the last time, without evaluations and checkpoints. metrics.jsonl has no such lines:
+    it is the same however often a run is resumed.
     """
 
     def __init__(self, state: State, summaries: Summaries) -> None:
@@ -193,6 +195,9 @@ class Pace(Listener):
         if seconds > 0:
             progress["progress/steps_per_second"] = steps / seconds
             progress["progress/examples_per_second"] = examples / seconds
+        peak = read_peak_memory(self._state.strategy.extended.worker_devices)
+        if peak is not None:
+            progress["progress/peak_gpu_memory_mib"] = peak / 2**20
         self._summaries.values(self._state.step, "train", progress)
 
     def _measure(self) -> TrainingAmount:

@@ -29,8 +29,40 @@ class Compilation(enum.Enum):
     """The parts of a training step that XLA compiles."""
 
     NOTHING = enum.auto()
-    REPLICA = enum.auto()  # the forward and backward pass of each replica, each by itself
+    REPLICA = enum.auto()  # of each replica: the work before the sum over replicas, and after it
     STEP = enum.auto()  # the whole step, in one executable whose tensors have fixed shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilationChoice:
+    """Whether the steps of a run are compiled.
+
+    Attributes:
+        parts: the parts of a step that XLA compiles
+        reason: why it compiles nothing; "" if it compiles something
+        seconds: how long it took to find out that it can compile all of a step; None if that was
+            not asked
+    """
+
+    parts: Compilation
+    reason: str = ""
+    seconds: float | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether XLA compiles anything."""
+        return self.parts is not Compilation.NOTHING
+
+    def __str__(self) -> str:
+        """Returns ``compiled by XLA (checked in 2.1 s)`` or ``not compiled: `` with the reason."""
+        if not self.is_compiled:
+            return f"not compiled: {self.reason}"
+        if self.seconds is None:
+            return "compiled by XLA"
+        return f"compiled by XLA (checked in {self.seconds:.1f} s)"
+
+
+NOT_CHOSEN = CompilationChoice(Compilation.NOTHING, "no step was taken")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +149,6 @@ class Components(ForwardComponents):
         scalar_losses: the objectives whose loss is one number for a batch
         unchanged_losses: the objectives whose loss ``grad_pre`` returned as it was given it
         loss_metrics: the means of the loss's logged parts by name
-        compile_with_xla: the setting ``jit_compile``
         loss_scale: multiplies objectives in float16; otherwise None
         assign_rate: assigns ``lr`` for a step; None without a schedule
         update_average: moves the average of the weights after an update; None without ``ema``
@@ -131,7 +162,6 @@ class Components(ForwardComponents):
     scalar_losses: frozenset[str]
     unchanged_losses: frozenset[str]
     loss_metrics: Mapping[str, keras.Metric]
-    compile_with_xla: bool
     loss_scale: LossScale | None
     assign_rate: Callable[[tf.Tensor], None] | None
     update_average: Callable[[], None] | None

@@ -121,8 +121,7 @@ def describe_anomaly(
     forward_op = _find_forward_op(failed)
     if forward_op is not None:
         description += f", in the gradient of {forward_op.name}"
-        failed = forward_op
-    line = _find_line(failed, hooks)
+    line = find_line(failed, hooks)
     if line is not None:
         description += f", {line}"
     return description
@@ -149,9 +148,13 @@ def _find_forward_op(op: tf.Operation) -> tf.Operation | None:
     return None
 
 
-def _find_line(op: tf.Operation, hooks: Hooks) -> str | None:
-    """Returns the hook that created an op, and its line; otherwise another line of the user's."""
-    frames = errors.read_frames(op)
+def find_line(op: tf.Operation, hooks: Hooks) -> str | None:
+    """Returns the hook that created an op, and its line; otherwise another line of the user's.
+
+    Returns None if no line of the user's created it. An op of the backward pass has the line of the
+    op that it differentiates.
+    """
+    frames = errors.read_frames(_find_forward_op(op) or op)
     owner = hooks.find_owner(frames)
     if owner is not None:
         return owner

@@ -339,7 +339,7 @@ def _leave_out_unused(
         if gradient is None:
             unused.append(name_variable(variable))
         else:
-            kept_gradients.append(_fix_sparse_shape(gradient, variable))
+            kept_gradients.append(fix_sparse_shape(gradient, variable))
             kept_variables.append(variable)
     # A quiet step may run another branch of the model than training does.
     if unused and not context.quiet:
@@ -353,7 +353,7 @@ def _leave_out_unused(
     return kept_gradients, kept_variables
 
 
-def _fix_sparse_shape(gradient: Gradient, variable: Variable) -> Gradient:
+def fix_sparse_shape(gradient: Gradient, variable: Variable) -> Gradient:
     """Gives a sparse gradient the static shape of its variable, which XLA has to know."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient

@@ -18,7 +18,7 @@ from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.recording import Recording
 from ctl_core.input.stream import Input
 from ctl_core.model.averages import WeightAverage
-from ctl_core.model.components import Components
+from ctl_core.model.components import NOT_CHOSEN, CompilationChoice, Components
 from ctl_core.numerics.learning_rate import LearningRate, Rate
 from ctl_core.numerics.not_finite import NonFinite
 from ctl_core.run.errors import RunError, quote
@@ -127,6 +127,7 @@ class State:
         ckpt: the checkpoint that ``create_ckpt`` returned
         manager: its manager, which ``create_ckpt`` returned, too
         computed_in: the dtypes lower than float32 in which layers compute
+        compilation: whether steps are compiled; decided before the first one is taken
         progress: how far the run has come
         stopped_by: the number of the signal that ended training early, or None
         has_finite_weights: whether the weights were finite when they were last looked at, which is
@@ -146,6 +147,7 @@ class State:
     ckpt: tf.train.Checkpoint
     manager: tf.train.CheckpointManager
     computed_in: list[str]
+    compilation: CompilationChoice = NOT_CHOSEN
     progress: Progress = dataclasses.field(default_factory=Progress)
     stopped_by: int | None = None
     has_finite_weights: bool = True

@@ -119,14 +119,19 @@ def _draws(node: Any) -> bool:
     return "dropout" not in node.attr or node.attr["dropout"].f != 0.0
 
 
+def draws_random_numbers(op: tf.Operation) -> bool:
+    """Returns whether an op draws random numbers, of a state or of a seed that is its input."""
+    kinds = ("Random", "Truncated", "Multinomial", "RngReadAndSkip", "Stateful")
+    return any(kind in op.type for kind in kinds) and not op.type.endswith("PartitionedCall")
+
+
 def is_noise_of_replica(op: tf.Operation) -> bool:
     """Returns whether an op draws random numbers that may differ between replicas.
 
     Stateless ops draw the same numbers everywhere if nothing in their shape depends on the rows of
     a replica. Those of Keras are stateless, too: their seeds are variables.
     """
-    kinds = ("Random", "Truncated", "Multinomial", "RngReadAndSkip", "Stateful")
-    if not any(kind in op.type for kind in kinds) or op.type.endswith("PartitionedCall"):
+    if not draws_random_numbers(op):
         return False
     if "Stateless" not in op.type:
         return True

@@ -42,23 +42,34 @@ class Contribution(NamedTuple):
     batch: list[Batch]
 
 
-def sum_over_replicas(values: Structure, replicas: int, compiled: bool) -> Structure:
+def sum_over_replicas(values: Structure, replicas: int) -> Structure:
     """Sums a structure of tensors over the replicas, in one all-reduce; in a replica context.
 
-    A sparse sum has each index once. Otherwise its norm would not be the norm of the gradient, and
-    clipping would depend on how often an index occurs.
+    The sum of a sparse tensor has the rows of all replicas, see ``merge_rows``.
 
     Args:
         values: the structure; it has no tensors if all variables of a turn are frozen
         replicas: the number of replicas of all processes
+    """
+    if replicas == 1 or not tf.nest.flatten(values):
+        return values
+    context = tf.distribute.get_replica_context()
+    if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        values = tf.nest.map_structure(_fix_shape, values)
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+
+
+def merge_rows(values: Structure, compiled: bool) -> Structure:
+    """Adds up the rows of sparse gradients that belong to the same index; dense ones stay.
+
+    Otherwise the norm of a sparse gradient would not be the norm of the gradient, and clipping
+    would depend on how often an index occurs.
+
+    Args:
+        values: a structure of gradients
         compiled: whether sizes have to be fixed, as XLA needs them. A sparse sum then ends with
             rows of 0 for an index beyond the last one, which every use leaves out.
     """
-    if replicas > 1 and tf.nest.flatten(values):
-        context = tf.distribute.get_replica_context()
-        if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
-            values = tf.nest.map_structure(_fix_shape, values)
-        values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
     return tf.nest.map_structure(partial(_merge_rows, compiled), values)
 
 

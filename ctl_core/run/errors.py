@@ -99,6 +99,17 @@ class HookFailed(RunError):
     """A hook raised. The message names the hook, its file and line, and the exception."""
 
 
+class CompilationFailed(RunError):
+    """XLA cannot compile a later graph of a compiled run, for example after an unfreezing."""
+
+
+class NotCompilable(RefusedCall):
+    """A hook does something that cannot be part of an XLA executable, such as a summary.
+
+    It is raised within the hook, so that ``HookFailed`` names the hook and the line.
+    """
+
+
 def make_line(text: object, limit: int = 400) -> str:
     """Returns a text in one line of at most ``limit`` characters, without escape sequences."""
     line = " ".join(_ESCAPES.sub("", str(text)).split())

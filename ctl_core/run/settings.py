@@ -103,7 +103,9 @@ class Config:
     )
     last_batch: Literal["drop", "keep"] = declare("drop", "keep: a pass ends in a smaller batch")
     precision: _Precision = declare("float32", "what Keras layers compute in; weights: float32")
-    jit_compile: bool = declare(False, "compile the step with XLA")
+    jit_compile: bool | Literal["auto"] = declare(
+        "auto", "compile steps with XLA; auto: on a single GPU, if it can", "auto"
+    )
     on_nan: Literal["stop", "warn", "ignore"] = declare("warn", "at a NaN or infinite loss")
     detect_anomaly: bool = declare(False, "name the first op that gives NaN or infinity; slower")
     learning_rate: float = declare(0.001, "initial value of lr", gt=0, lt=1e30)
@@ -155,7 +157,7 @@ class Config:
                 f"init_skip: {self.init_skip} leaves out variables of init_from, which is not set; "
                 "set it, too."
             )
-        if self.detect_anomaly and (self.jit_compile or self.precision == "float16"):
+        if self.detect_anomaly and (self.jit_compile is True or self.precision == "float16"):
             raise SetupError(
                 "detect_anomaly: needs --no-jit-compile, which makes one op of all, and another "
                 "precision than float16, whose loss scale makes gradients infinite now and then."
@@ -178,7 +180,7 @@ class Config:
                 f"leave out accumulate_steps, which is {self.accumulate_steps}: a device already "
                 "computes its logical replicas one after another."
             )
-        if self.jit_compile:
+        if self.jit_compile is True:
             return "jit_compile is not supported yet, as XLA may add up differently; leave it out."
         if self.workers > 1 or self.strategy == "multi_worker":
             return "trains in one process yet; leave out workers and the strategy multi_worker."
@@ -244,6 +246,7 @@ class Config:
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
 # The expected value, by the beginning of the name of pydantic's error.
 _EXPECTED = {
+    "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
     "greater_than_equal": "a number from {ge} up",

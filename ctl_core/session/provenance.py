@@ -19,11 +19,12 @@ from ctl_core import __version__
 _INSTALLERS = ("pip", "setuptools", "wheel")
 
 
-def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
+def find_provenance(devices: Sequence[str], compilation: str) -> dict[str, Any]:
     """Returns the content of env.json; without a Git repository, ``commit`` and ``dirty`` are None.
 
     Args:
         devices: the devices of this process's replicas
+        compilation: whether steps are compiled, or why not
     """
     changes = _run_git("status", "--porcelain", "--untracked-files=no")
     return {
@@ -32,6 +33,7 @@ def find_provenance(devices: Sequence[str]) -> dict[str, Any]:
         "host": platform.node(),
         "system": platform.platform(),
         "devices": list(devices),
+        "compilation": compilation,
         "versions": {
             "python": platform.python_version(),
             "ctl_core": __version__,

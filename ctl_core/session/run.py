@@ -145,7 +145,12 @@ class Run:
         return relative_path(self.path)
 
     def open(
-        self, config: Config, step: int, hooks_file: bytes | None, devices: Sequence[str]
+        self,
+        config: Config,
+        step: int,
+        hooks_file: bytes | None,
+        devices: Sequence[str],
+        compilation: str,
     ) -> None:
         """Writes the settings and the provenance of the run, and starts the listeners.
 
@@ -154,9 +159,10 @@ class Run:
             step: from which this process trains
             hooks_file: the content of the file with the hooks; None if they are in no file
             devices: the devices of this process's replicas
+            compilation: whether steps are compiled, or why not
         """
         write_config(config, self.config_file)
-        provenance = json.dumps(find_provenance(devices), indent=2)
+        provenance = json.dumps(find_provenance(devices, compilation), indent=2)
         files = {"env.json": f"{provenance}\n".encode()}
         files["requirements.txt"] = list_packages().encode()
         if hooks_file is not None:

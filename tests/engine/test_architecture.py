@@ -14,7 +14,7 @@ LAYERS = """
     cluster numerics data
     hooks input
     model
-    step graph schedule
+    executable step graph compilation schedule
     evaluation checkpoint
     session
     build trainer

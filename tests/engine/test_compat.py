@@ -396,3 +396,32 @@ def test_replica_context_entered_again_keeps_the_recording_of_summaries() -> Non
     strategy.run(on_replica)
     assert seen == [True] * 5
     assert state.is_recording_distribution_strategy is before
+
+
+def test_ops_that_xla_compiles_for_a_gpu() -> None:
+    """As many as XLA knows, also after TensorFlow has started without a GPU."""
+    tf.constant(0)
+    assert {"MatMul", "Conv2D", "StatelessRandomUniformV2", "While"} <= compat.list_gpu_ops()
+    assert not {"AsString", "CudnnRNNV3", "WriteScalarSummary"} & compat.list_gpu_ops()
+
+
+def test_lowering_runs_nothing() -> None:
+    """Neither assigns a variable nor draws a random number; an error has op and line."""
+    variable = tf.Variable(1.0)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def double(x: Any) -> Any:
+        return tf.strings.to_number(tf.strings.as_string(x)) if x.shape == [3] else change(x)
+
+    def change(x: Any) -> Any:
+        variable.assign_add(1.0)
+        return tf.random.stateless_uniform([2], [1, 2]) * variable + x
+
+    device = tf.config.list_logical_devices("CPU")[0].name
+    tf.random.set_seed(1)
+    expected = tf.random.uniform([]).numpy()
+    tf.random.set_seed(1)
+    compat.lower(double, [tf.TensorSpec([2])], device)
+    assert variable.numpy() == 1.0 and tf.random.uniform([]).numpy() == expected
+    with pytest.raises(ValueError, match=r"(?s)AsString.*test_compat.py"):
+        compat.lower(double, [tf.TensorSpec([3])], device)

@@ -73,9 +73,11 @@ def assert_plain(state: Any, hooks: Any) -> None:
 
 
 @pytest.mark.parametrize("hooks", [small.hooks(), MIXED], ids=["dense", "mixed"])
-@pytest.mark.parametrize("ways", [{}, {"jit_compile": True}], ids=["graph", "executable"])
+@pytest.mark.parametrize("ways", [{"jit_compile": False}, {}], ids=["graph", "executable"])
 def test_weights_on_a_gpu_are_those_of_a_plain_loop(train: Train, hooks: Any, ways: Any) -> None:
+    """Compiled without being told to."""
     state = train(hooks, **SETTINGS, **ways)
+    assert state.compilation.is_compiled == (not ways), state.compilation
     assert {weight.value.device[-5:] for weight in state.train_model.weights} == {"GPU:0"}
     assert_plain(state, hooks)
 
@@ -103,11 +105,32 @@ def test_half_precision_is_near_the_whole(train: Train, ways: Any) -> None:
         np.testing.assert_allclose(half.numpy(), whole.numpy(), rtol=0, atol=0.02 * far)
 
 
+def test_layers_of_cudnn_are_not_compiled(train: Train) -> None:
+    """They are named; without cuDNN, the same layer is compiled."""
+
+    def recurrent(use_cudnn: Any) -> keras.Model:
+        layers = [
+            keras.Input((small.FEATURES,)),
+            keras.layers.Reshape((small.FEATURES, 1)),
+            keras.layers.LSTM(4, use_cudnn=use_cudnn),
+            keras.layers.Dense(1),
+        ]
+        return keras.Sequential(layers)
+
+    settings = {**SETTINGS, "steps": 3}
+    asked = train(small.hooks(create_model=lambda: recurrent("auto")), **settings)
+    assert "CudnnRNN" in str(asked.compilation) and "use_cudnn=False" in str(asked.compilation)
+    other = small.hooks(create_model=lambda: recurrent(False))
+    assert train(other, **settings, run_name="other").compilation.is_compiled
+
+
 def test_a_checkpoint_goes_to_the_cpu_and_back(train: Train) -> None:
+    """Compiled from the first step to the last, without being told to."""
     hooks = small.hooks(create_eval_dataset=small.create_eval_dataset)
     on_cpu = {"virtual_devices": 2, "strategy": "auto"}
-    for steps, settings in ((7, {}), (13, on_cpu), (20, {"jit_compile": True})):
+    for steps, settings in ((7, {}), (13, on_cpu), (20, {})):
         state = train(hooks, **{**SETTINGS, "steps": steps, **settings})
+        assert state.compilation.is_compiled
         place = "CPU" if "virtual_devices" in settings else "GPU"
         assert place in state.strategy.extended.worker_devices[0]
     plain = small.plain(SETTINGS["steps"])

@@ -146,9 +146,14 @@ def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(train: 
 OPTIONS = [
     ({"global_clipnorm": 0.05}, {"virtual_devices": 2}),
     ({"global_clipnorm": 0.05}, {"jit_compile": True, "accumulate_steps": 2}),
+    ({"global_clipnorm": 0.05}, {"jit_compile": True, "virtual_devices": 2}),
     (
         {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 4},
         {"virtual_devices": 2, "accumulate_steps": 2},
+    ),
+    (
+        {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 4},
+        {"virtual_devices": 3, "jit_compile": True, "accumulate_steps": 2},
     ),
     ({"gradient_accumulation_steps": 3, "weight_decay": 0.1}, {"virtual_devices": 2}),
     *small.slow_but(

@@ -20,7 +20,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 import ctl_core
 from ctl_core.evaluation import summaries
 from ctl_core.run.console import Console
-from ctl_core.session.messages import describe_start
+from ctl_core.session.messages import describe_end, describe_start
 from ctl_core.trainer import CHECK_ADVICE
 from tests.golden import small
 from tests.helpers import lean
@@ -255,6 +255,7 @@ def test_summaries_have_the_learning_rate_and_the_speed(
 ) -> None:
     """Half a cosine; metrics.jsonl, which is compared line by line, knows none of it."""
     monkeypatch.setattr(summaries, "PAUSE", 0.0)  # however fast the steps are
+    monkeypatch.setattr(summaries, "read_peak_memory", lambda devices: 3 * 2**20)  # as of a GPU
     report = {2: lambda step, loss: ctl_core.report(step, loss=loss)}
     hooks = small.hooks(every_steps=report)
     settings = {"lr_schedule": "cosine", "learning_rate": 0.2, "batch_size": 16}
@@ -271,6 +272,7 @@ def test_summaries_have_the_learning_rate_and_the_speed(
         if name == "progress/examples_per_second":
             expected = 16 * scalars[step, "progress/steps_per_second"]
             assert value == pytest.approx(expected, rel=1e-4)
+    assert scalars[16, "progress/peak_gpu_memory_mib"] == 3.0
     lines = map(json.loads, Path(state.run_dir, "metrics.jsonl").read_text().splitlines())
     assert {name for line in lines for name in line} == {"step", "split", "loss"}
 
@@ -374,8 +376,11 @@ def test_console_prints_plain_lines_into_a_pipe(
     assert others[-1].startswith("done: step 40")
     kind = type(state.strategy.extended)  # as it is where there is a GPU
     monkeypatch.setattr(kind, "worker_devices", ("/replica:0/task:0/device:GPU:0",))
-    hint = "1 replica on GPU; --jit-compile trains small models several times as fast."
-    assert describe_start(state, 0, 41).endswith(hint)
+    reason = "1 replica on GPU, not compiled: it trains on a CPU."  # as it did
+    assert describe_start(state, 0, 41).endswith(reason)
+    peaks = {"current": 2**20, "peak": 3 * 2**20}
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", {"GPU:0": peaks}.get)
+    assert "; at most 3 MiB of a GPU's memory" in describe_end(state, 0)
 
 
 # ---- Standard error ------------------------------------------------------------------------------

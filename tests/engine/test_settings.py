@@ -192,6 +192,32 @@ def test_wrong_flags_are_refused() -> None:
     assert "detect_anomaly: needs --no-jit" in refuse("--detect-anomaly", "--jit-compile")
 
 
+def test_jit_compile_is_true_false_or_auto_wherever_it_is_set() -> None:
+    """The flag alone means true; ``Config`` is checked by pydantic, so a text becomes a bool."""
+    flags = {
+        (): "auto",
+        ("--jit-compile",): True,
+        ("--jit-compile", "--steps=3"): True,
+        ("--jit-compile=auto",): "auto",
+        ("--jit-compile", "auto"): "auto",
+        ("--jit-compile", "false"): False,
+        ("--no-jit-compile",): False,
+    }
+    for words, value in flags.items():
+        assert resolve(*words).jit_compile == value
+    for text, value in {"true": True, "false": False, "auto": "auto"}.items():
+        below = f"jit_compile: {text}\n"
+        assert resolve(CTL_JIT_COMPILE=text, config="").jit_compile == value
+        config = resolve(config=below)
+        assert config.jit_compile == value
+        write_config(config, Path("written.yaml"))
+        assert load_config("written.yaml") == config
+        assert resolve("--jit-compile=auto", config=below).jit_compile == "auto"
+    message = "jit_compile: expected true or false, or such as auto, got 'fast'."
+    assert refuse("--jit-compile", "fast", config="") == message
+    assert "CTL_JIT_COMPILE: expected true" in refuse(CTL_JIT_COMPILE="fast")
+
+
 def test_lists_of_patterns_are_read_and_written(folder: Path) -> None:
     """Flags replace what is below, ``write_config`` writes what is read again, and null is none."""
     below = "init_from: a\ninit_skip: ['*/bias', head/*]\n"

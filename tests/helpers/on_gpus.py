@@ -4,7 +4,7 @@ import os
 
 import tensorflow as tf
 
-from ctl_core import Config, build
+from ctl_core import Config, build, compilation
 from ctl_core.cluster.strategy import prepare
 
 
@@ -23,9 +23,11 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
 def pytest_configure() -> None:
     """Lets all runs train so, and the same run give the same bits.
 
+    They are compiled only if a test asks for it, as on the CPU.
     With ``AS_IT_IS`` in the environment nothing is switched off: a run with logical replicas
     has to do that by itself.
     """
     if "AS_IT_IS" not in os.environ:
         os.environ.update(NVIDIA_TF32_OVERRIDE="0", TF_DETERMINISTIC_OPS="1")
     build.create_strategy = create_strategy
+    compilation.is_on_gpu = lambda strategy: False

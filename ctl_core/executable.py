@@ -1,0 +1,108 @@
+"""Functions that XLA compiles, and the question whether it can, which is asked before they run."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core.compat import add_called_ops, list_gpu_ops, lower
+from ctl_core.hooks.hooks import Hooks
+from ctl_core.model.components import Components
+from ctl_core.model.failures import find_line
+from ctl_core.run.errors import format_error
+from ctl_core.types import GraphFunction, Structure
+
+# The inputs of a graph, which are no ops of it.
+_INPUT = "Placeholder"
+# The beginning of every message of lowering, and the op that it is about.
+_LOWERING_FAILED = "ValueError: Failed getting HLO text: '"
+_NODE = re.compile(r"\{\{node ([^{}]+)\}\}")
+_CUDNN_CURE = "; create its layer with use_cudnn=False, and it can"
+
+
+class Executable:
+    """A function that XLA compiles when it is first called.
+
+    It is traced by itself, outside of other graphs, and captures no tensor of them: all tensors are
+    arguments. So XLA can be asked about it without running anything.
+    """
+
+    def __init__(
+        self, components: Components, function: Callable[..., Structure], *specs: Structure
+    ) -> None:
+        """Traces the function.
+
+        Args:
+            components: of the step that the function takes
+            function: takes a structure of tensors for each of ``specs``
+            specs: the specifications of its arguments; all shapes are fixed
+        """
+
+        @tf.function(jit_compile=True, autograph=False)
+        def compiled(*tensors: tf.Tensor) -> Structure:
+            return function(*tf.nest.pack_sequence_as(specs, tensors))
+
+        self._hooks = components.hooks
+        self._device = components.strategy.extended.worker_devices[0]
+        self._specs: list[tf.TensorSpec] = tf.nest.flatten(specs)
+        self._function: GraphFunction = compiled
+        self._concrete = compiled.get_concrete_function(*self._specs)
+
+    def __call__(self, *arguments: Structure) -> Any:
+        """Calls the function with structures of tensors, inside another graph or outside of it."""
+        return self._concrete(*tf.nest.flatten(arguments))
+
+    @functools.cached_property
+    def obstacle(self) -> str | None:
+        """Why XLA cannot compile the function, with the hook and its line; None if it can.
+
+        Nothing is run, and no variable is assigned. The types of ops are those that XLA compiles
+        for a GPU, on any device. Their shapes and dtypes are tried by lowering the function for its
+        device, since no function can be lowered for a GPU where there is none.
+        """
+        op = find_uncompilable_op(self._concrete.graph)
+        if op is not None:
+            return describe_op(op, self._hooks)
+        try:
+            lower(self._function, self._specs, self._device)
+        except (ValueError, TypeError, tf.errors.OpError) as error:
+            return describe_failure(error, self._concrete.graph, self._hooks)
+        return None
+
+
+def find_uncompilable_op(graph: tf.Graph) -> tf.Operation | None:
+    """Returns the first op of a graph that XLA cannot compile for a GPU; None if there is none."""
+    for op in add_called_ops(graph.get_operations()):
+        if op.type != _INPUT and op.type not in list_gpu_ops():
+            return op
+    return None
+
+
+def describe_op(op: tf.Operation, hooks: Hooks) -> str:
+    """Returns ``AsString in input_pre (callbacks.py:31) cannot be compiled``."""
+    text = op.type
+    line = find_line(op, hooks)
+    if line is not None:
+        text += f" in {line}"
+    text += " cannot be compiled"
+    if op.type.startswith("Cudnn"):
+        text += _CUDNN_CURE
+    return text
+
+
+def describe_failure(error: Exception, graph: tf.Graph, hooks: Hooks) -> str:
+    """Describes why a graph cannot be lowered, with op, hook and line if they are known.
+
+    The stack within XLA's message has no whole names of files, so the op is looked up by its name.
+    """
+    reason = format_error(error, 160).removeprefix(_LOWERING_FAILED)
+    named = _NODE.search(str(error))
+    if named is not None:
+        for op in add_called_ops(graph.get_operations()):
+            if op.name == named[1]:
+                return f"{describe_op(op, hooks)} ({reason})"
+    return f"the step cannot be compiled ({reason})"

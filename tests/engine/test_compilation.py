@@ -1,0 +1,384 @@
+"""With ``jit_compile: auto``: which runs are compiled, why others are not, and how they resume.
+
+There is no GPU here: tests pretend that the CPU is one. XLA then compiles for the CPU.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+from ctl_core import SetupError, compilation
+from ctl_core.model.components import Compilation
+from ctl_core.run.errors import CompilationFailed
+from tests.golden import small
+from tests.helpers.cases import assert_weights, dropout_model, make_hooks
+from tests.helpers.project import Train
+
+BATCH = 16
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "is_on_gpu", lambda strategy: True)
+
+
+def convolutional_model() -> keras.Model:
+    return small.model_with(
+        keras.layers.Reshape((4, 2, 1)),
+        keras.layers.Conv2D(3, 2, activation="relu"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Flatten(),
+    )
+
+
+def describe_environment(state: Any) -> str:
+    """What env.json says of it."""
+    return str(json.loads((state.run_dir / "env.json").read_text())["compilation"])
+
+
+# ---- Which runs are compiled ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    "create_model",
+    [small.create_model, pytest.param(convolutional_model, marks=pytest.mark.slow)],
+)
+def test_a_run_on_a_gpu_is_compiled_and_says_so(
+    train: Train, capfd: pytest.CaptureFixture[str], create_model: Callable[[], keras.Model]
+) -> None:
+    """Its weights are those of ``jit_compile: true``, bit for bit."""
+    hooks = small.hooks(create_model=create_model, every_steps={3: lambda loss, output: None})
+    state = train(hooks, steps=6)
+    assert state.compilation.parts is Compilation.STEP
+    first_line = capfd.readouterr().out.splitlines()[0]
+    assert ", compiled by XLA (checked in " in first_line
+    assert describe_environment(state).startswith("compiled by XLA (checked in ")
+    assert_weights(state, train(hooks, steps=6, run_name="told", jit_compile=True), rtol=0)
+
+
+def test_a_run_on_a_cpu_is_not_compiled_and_does_not_mention_it(
+    train: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    state = train(small.hooks(), steps=2)
+    assert state.compilation.parts is Compilation.NOTHING
+    assert "compiled" not in capfd.readouterr().out
+    assert describe_environment(state) == "not compiled: it trains on a CPU"
+
+
+def write_as_text(loss: Any, train_model: Any) -> Any:
+    text = tf.strings.as_string(loss)
+    return tf.strings.to_number(text) * 0.0 + loss, 0.0, train_model.trainable_variables
+
+
+def look_at_middle(batch: Any) -> Any:
+    rows = tf.shape(batch[0])[0]
+    picture = tf.reshape(batch[0], [1, rows, small.FEATURES, 1])
+    glimpse = tf.image.extract_glimpse(picture, [2, 2], tf.zeros([1, 2]))
+    return batch[0] + 0.0 * tf.reduce_sum(glimpse)
+
+
+def write_summary(gradients: Any) -> Any:
+    tf.summary.scalar("norm", tf.linalg.global_norm(gradients))
+    return gradients, gradients
+
+
+def different_widths(per_replica_batch_size: int) -> tf.data.Dataset:
+    """Batches of sentences, of which each is as wide as its longest one."""
+
+    def make_batch(width: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.ones([BATCH, width]), tf.ones([BATCH, 1])
+
+    return tf.data.Dataset.from_tensor_slices([3, 5, 4]).map(make_batch)
+
+
+def average_width(batch: Any) -> Any:
+    return tf.reduce_mean(batch[0], axis=1, keepdims=True) * tf.ones([1, small.FEATURES])
+
+
+def count_up(batch: Any) -> Any:
+    count = tf.cast(tf.reduce_sum(batch[0] ** 2), tf.int32)
+    return batch[0] + 0.0 * tf.cast(tf.reduce_sum(tf.range(count)), tf.float32)
+
+
+FILE = Path(__file__)
+LINE_OF_TEXT = write_as_text.__code__.co_firstlineno + 1
+OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
+    "text": (
+        {"grad_pre": write_as_text},
+        rf"AsString in grad_pre \({FILE.name}:{LINE_OF_TEXT}\) cannot be compiled",
+    ),
+    "unknown to XLA": (
+        {"input_pre": look_at_middle},
+        rf"ExtractGlimpseV2 in input_pre \({FILE.name}:\d+\) cannot be compiled",
+    ),
+    "size that depends on values": (
+        {"input_pre": count_up},
+        rf"Range in input_pre \({FILE.name}:\d+\) cannot be compiled \(Input 1 to node .* must "
+        "be a compile-time constant.*",
+    ),
+    "summary": (
+        {"update_pre": write_summary},
+        rf"update_pre \({FILE.name}:\d+\) writes a tf.summary",
+    ),
+    "widths": (
+        {"create_dataset": different_widths, "input_pre": average_width},
+        "the width of batches varies",
+    ),
+    "last batch": (
+        {"create_dataset": small.slices(small.data())},
+        "the last batch of a pass may be smaller",
+    ),
+}
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_a_run_that_cannot_be_compiled_trains_without_and_says_why(train: Train, name: str) -> None:
+    """Nothing was drawn or changed by the question: the weights are those of a run on a CPU."""
+    replaced, reason = OBSTACLES[name]
+    settings = {"steps": 4, "last_batch": "keep" if name == "last batch" else "drop"}
+    asked = train(small.hooks(**replaced), **settings)
+    assert asked.compilation.parts is Compilation.NOTHING
+    assert re.fullmatch(f"not compiled: {reason}", describe_environment(asked))
+    plain = train(small.hooks(**replaced), **settings, jit_compile=False, run_name="plain")
+    assert_weights(asked, plain, rtol=0)
+
+
+SETTINGS_AGAINST: dict[str, dict[str, Any]] = {
+    "deterministic is set": {"deterministic": True},
+    "detect_anomaly is set": {"detect_anomaly": True},
+    "layers compute in float16": {"precision": "float16"},
+    "it trains on several replicas": {"virtual_devices": 2},
+    "micro-batches differ in size": {"accumulate_steps": 3},
+}
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("reason", SETTINGS_AGAINST)
+def test_settings_with_which_auto_means_no(train: Train, reason: str) -> None:
+    state = train(small.hooks(), steps=1, **SETTINGS_AGAINST[reason])
+    assert describe_environment(state) == f"not compiled: {reason}"
+
+
+# ---- A resumed run does as before ----------------------------------------------------------------
+
+NOISY = {"create_model": dropout_model}
+
+
+def test_a_compiled_run_is_compiled_wherever_it_is_resumed(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here on a CPU, where a new run would not be: bit for bit as if it had not been stopped."""
+    for steps, is_on_gpu in ((5, True), (9, False)):
+        monkeypatch.setattr(compilation, "is_on_gpu", lambda _, value=is_on_gpu: value)
+        state = train(make_hooks(**NOISY), steps=steps)
+        assert state.compilation.is_compiled
+    whole = train(make_hooks(**NOISY), steps=9, run_name="whole", jit_compile=True)
+    assert_weights(state, whole, rtol=0)
+    forked = train(make_hooks(**NOISY), steps=11, run_name="fork", fork="run")
+    assert not forked.compilation.is_compiled
+
+
+def test_a_run_that_was_begun_on_a_cpu_stays_as_it_is_on_a_gpu(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for steps, is_on_gpu in ((5, False), (9, True)):
+        monkeypatch.setattr(compilation, "is_on_gpu", lambda _, value=is_on_gpu: value)
+        state = train(make_hooks(**NOISY), steps=steps)
+    assert describe_environment(state).startswith("not compiled: the run was begun so")
+    whole = train(make_hooks(**NOISY), steps=9, run_name="whole", jit_compile=False)
+    assert_weights(state, whole, rtol=0)
+
+
+@pytest.mark.parametrize("setting", [False, True])
+def test_a_run_whose_record_does_not_say_is_as_its_setting_says(
+    train: Train, monkeypatch: pytest.MonkeyPatch, setting: bool
+) -> None:
+    """As of engine 1.0, which had no ``auto``."""
+    monkeypatch.setattr(compilation, "is_on_gpu", lambda _: not setting)
+    state = train(make_hooks(), steps=2, jit_compile=setting)
+    record = state.run_dir / "ckpt" / "engine" / "ckpt-2.json"
+    content = json.loads(record.read_text())
+    del content["checksum"]  # which engine 1.0 did not have either
+    assert content.pop("compiled") is setting
+    record.write_text(json.dumps(content))
+    assert train(make_hooks(), steps=3).compilation.is_compiled is setting
+
+
+def test_a_compiled_run_that_cannot_be_compiled_here_is_refused(
+    train: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the setting says what to do."""
+    train(make_hooks(), steps=2, jit_compile=True)
+    message = (
+        r"^jit_compile: .*run is compiled by XLA, .* here: {}\. Begin another .*: --fork .*run;"
+    )
+    for settings, hooks, reason in (
+        ({"detect_anomaly": True}, {}, "detect_anomaly is set"),
+        ({}, {"grad_pre": write_as_text}, r"AsString in grad_pre \(.*\) cannot be compiled"),
+    ):
+        with pytest.raises(SetupError, match=message.format(reason)):
+            train(make_hooks(**hooks), steps=4, **settings)
+    capfd.readouterr()
+    train(make_hooks(), steps=4, jit_compile=False)
+    assert "steps are not compiled from here on" in capfd.readouterr().out
+
+
+class Growing(keras.Model):
+    """Of which a part that XLA cannot compile is trained once it is unfrozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = small.create_model()
+        self.second = keras.layers.Dense(1)
+        self.second.trainable = False
+
+    def call(self, inputs: Any) -> Any:
+        output = self.second(self.first(inputs))
+        if self.second.trainable:
+            output += 0.0 * tf.strings.to_number(tf.strings.as_string(output))
+        return output
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_later_graphs_are_asked_about_before_they_are_used(train: Train) -> None:
+    """Here that of an unfrozen layer; the checkpoint before it stays."""
+
+    def unfreeze(train_model: Any) -> None:
+        train_model.second.trainable = True
+
+    hooks = small.hooks(create_model=Growing, at_step={3: unfreeze})
+    message = r"AsString in .*cannot be compiled, which the next step needs; .* --no-jit-compile"
+    with pytest.raises(CompilationFailed, match=message):
+        train(hooks, steps=6, ckpt_every=1)
+    forked = train(hooks, steps=6, fork="run", run_name="fork", jit_compile=False)
+    assert forked.step == 6
+
+
+# ---- What --check says ---------------------------------------------------------------------------
+
+
+def test_check_says_why_a_run_on_a_gpu_would_not_be_compiled(train: Train) -> None:
+    state = train(small.hooks(grad_pre=write_as_text), steps=1)
+    reason = f"AsString in grad_pre ({FILE.name}:{LINE_OF_TEXT}) cannot be compiled"
+    assert compilation.explain_for_gpu(state) == f"not compiled on a GPU: {reason}"
+    told = train(small.hooks(), steps=1, run_name="told", jit_compile=False)
+    assert compilation.explain_for_gpu(told) == "not compiled on a GPU: jit_compile is false"
+
+
+def test_check_names_layers_that_keras_builds_with_cudnn(train: Train) -> None:
+    def create_model() -> keras.Model:
+        return small.model_with(
+            keras.layers.Reshape((4, 2)),
+            keras.layers.GRU(3, use_cudnn=False, return_sequences=True),
+            keras.layers.LSTM(3, name="free"),
+        )
+
+    state = train(small.hooks(create_model=create_model), steps=1)
+    expected = "as traced on a CPU, XLA can compile the step; on a GPU, however, Keras builds free "
+    assert compilation.explain_for_gpu(state).startswith(expected)
+
+
+# ---- On several replicas: one generator before the sum and after it ------------------------------
+
+WAYS: list[dict[str, Any]] = [
+    {"jit_compile": False},
+    {"jit_compile": True},
+    {"jit_compile": True, "virtual_devices": 3},  # of shares that differ in size
+]
+
+
+class Drawing(keras.Model):
+    """Keeps the numbers that hooks have drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = small.create_model()
+        self.drawn = {
+            name: tf.Variable(0.0, trainable=False, name=name)
+            for name in ("grad_pre", "update_pre", "update_post")
+        }
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def draw(self, name: str, step: Any) -> Any:
+        """The number of a step, which is the same in each hook."""
+        number = tf.random.stateless_normal([], [tf.cast(step, tf.int32), 7])
+        self.drawn[name].assign(number)
+        return number
+
+
+def drawing_hooks() -> Any:
+    """Noise that one hook adds to the gradients, another one takes away, but for a tenth."""
+
+    def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
+        noise = train_model.draw("grad_pre", step)
+        parameters = train_model.dense.trainable_variables
+        return loss, noise * sum(map(tf.reduce_sum, parameters)), parameters
+
+    def update_pre(gradients: Any, train_model: Any, step: Any) -> Any:
+        noise = train_model.draw("update_pre", step)
+        return [gradient - 0.9 * noise for gradient in gradients], gradients
+
+    def update_post(train_model: Any, step: Any) -> None:
+        noise = train_model.draw("update_post", step)
+        for weight in train_model.dense.trainable_variables:
+            weight.assign_add(0.01 * noise * tf.ones_like(weight))
+
+    return small.hooks(
+        create_dataset=small.slices(small.data()),
+        create_model=Drawing,
+        grad_pre=grad_pre,
+        update_pre=update_pre,
+        update_post=update_post,
+    )
+
+
+def test_a_seed_gives_one_number_in_all_hooks_and_on_any_number_of_devices(train: Train) -> None:
+    """Though XLA's numbers are not those of a run that is not compiled."""
+    plain, on_one, on_three = (
+        train(drawing_hooks(), steps=6, run_name=f"way-{number}", **settings)
+        for number, settings in enumerate(WAYS)
+    )
+    drawn = [
+        [float(variable.numpy()) for variable in state.train_model.drawn.values()]
+        for state in (plain, on_one, on_three)
+    ]
+    assert drawn == [[numbers[0]] * 3 for numbers in drawn], "one number in all hooks"
+    assert drawn[1] == drawn[2] != drawn[0]
+    assert_weights(on_three, on_one, rtol=2e-5)
+
+
+def test_an_update_that_draws_and_cannot_be_compiled_is_refused(train: Train) -> None:
+    """On several devices. One that draws nothing is not compiled there."""
+
+    def update_pre(gradients: Any, step: Any) -> Any:
+        noise = tf.random.stateless_normal([], [tf.cast(step, tf.int32), 7])
+        tf.summary.scalar("noise", noise)
+        return [gradient + noise for gradient in gradients], gradients
+
+    settings = {"jit_compile": True, "virtual_devices": 2, "steps": 2}
+    message = (
+        rf"^update_pre \({FILE.name}:\d+\): draws random numbers, which would differ .*; "
+        r"train with --no-jit-compile. \(update_pre .* compiles no tf.summary"
+    )
+    with pytest.raises(SetupError, match=message):
+        train(small.hooks(update_pre=update_pre), **settings)
+
+    def as_text(gradients: Any) -> Any:
+        return [gradient + 0.0 * read_as_text(gradient) for gradient in gradients], gradients
+
+    state = train(small.hooks(update_pre=as_text), **settings, learning_rate=0.1)
+    assert_weights(state, small.plain(2, lambda _: 0.1), rtol=2e-5)
+
+
+def read_as_text(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.strings.to_number(tf.strings.as_string(tensor))
