@@ -133,6 +133,7 @@ class StepFunctions:
         self.devices = tuple(state.strategy.extended.worker_devices)
         self.flags: list[np.ndarray] = []
         self._state = state
+        self._compared = list_compared(state.components)
         self._graphs: dict[tuple[tuple[bool, ...], frozenset[str]], GraphFunction] = {}
         self._variables: dict[tuple[bool, ...], Structure] = {}
         self._frozen: tuple[bool, ...] = ()
@@ -183,8 +184,10 @@ class StepFunctions:
                 self.take_steps(steps - 1)
             result = function()
         flags = result.flags.numpy()
-        self._check_equal(flags[:, 2:])
-        self.flags.append(flags[:, :2])
+        if self._compared:
+            self._check_equal(flags[:, 2:])
+            flags = flags[:, :2]
+        self.flags.append(flags)
         values: StepValues = dict(result.values)
         for name, pieces in result.pieces.items():
             values[name] = tf.nest.map_structure(join_for_host, *pieces)
@@ -196,7 +199,8 @@ class StepFunctions:
         """Checks that logical replicas wrote the same values to variables.
 
         Args:
-            flags: for each step of a call, and each variable of ``list_compared``, whether they did
+            flags: bool[steps, n], whether they did in each step of a call, for each variable of
+                ``list_compared``
 
         Raises:
             RunError: they did not; the message names the first step and variable.
@@ -207,8 +211,8 @@ class StepFunctions:
         step = self._state.step - len(flags) + 1 + int(row)
         raise RunError(
             f"logical_replicas: in step {step}, the forward pass writes different values to "
-            f"{list_compared(self._state.components)[column]} on different logical replicas; write "
-            "what is equal on all of them, or leave out logical_replicas."
+            f"{self._compared[column]} on different logical replicas; write what is equal on all "
+            "of them, or leave out logical_replicas."
         )
 
     def trace(self, fetches: frozenset[str] = frozenset()) -> GraphFunction:

@@ -174,21 +174,42 @@ class LeafSum:
             run: calls a function on each device, with that device's values
             roots: the roots of all devices, see ``DeviceResult``
         """
-        local_results = strategy.experimental_local_results
         devices = strategy.extended.worker_devices
         totals: list[tf.Tensor] = []
         for bucket in range(len(roots[0])):
-            last_total = totals[bucket - len(devices) :][:1] if bucket >= len(devices) else []
-            known: dict[Subtree, tf.Tensor] = {}
-            for device, device_leaves in enumerate(self._ranges):
-                with tf.device(devices[device]), tf.control_dependencies(last_total):
-                    for index, root in enumerate(list_roots(self._leaves, device_leaves)):
-                        value = local_results(roots[index][bucket])[device]
-                        known[root] = hidden_identity(value) if last_total else value
+            earlier = []
+            if bucket >= len(devices):  # the last bucket that the same device has finished
+                earlier.append(totals[bucket - len(devices)])
+            bucket_roots = [root[bucket] for root in roots]
+            known = self._release_roots(strategy, bucket_roots, earlier)
             with tf.device(devices[bucket % len(devices)]):
                 totals.append(add_up(Subtree(0, self._leaves), known.get, hidden_add))
         packed = [distribute(strategy, [total] * len(devices)) for total in totals]
         return run(self._unpack_on_device, packed)  # type: ignore[no-any-return]
+
+    def _release_roots(
+        self, strategy: tf.distribute.Strategy, roots: list[PerReplica], after: list[tf.Tensor]
+    ) -> dict[Subtree, tf.Tensor]:
+        """Returns the sums of a bucket by their subtrees, which devices send once they have them.
+
+        Args:
+            strategy: whose devices have the sums
+            roots: the sums, see ``DeviceResult``
+            after: tensors that have to exist before the sums are sent
+        """
+        released = {}
+        for device, device_leaves in enumerate(self._ranges):
+            subtrees = list_roots(self._leaves, device_leaves)
+            for subtree, root in zip(subtrees, roots, strict=False):
+                value = strategy.experimental_local_results(root)[device]
+                if after:
+                    with (
+                        tf.device(strategy.extended.worker_devices[device]),
+                        tf.control_dependencies(after),
+                    ):
+                        value = hidden_identity(value)
+                released[subtree] = value
+        return released
 
     def _unpack_on_device(self, packed: Buckets) -> list[tf.Tensor]:
         """Unpacks the sums on one device.
