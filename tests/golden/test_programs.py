@@ -52,6 +52,22 @@ def test_programs_have_the_weights_of_their_plain_loops(
     program.assert_moved(first)
 
 
+# One of each kind whose replicas exchange nothing in the forward pass, which XLA cannot compile.
+COMPILED = ("embedding", "groups", "mixed_precision", "transformer", "vae", "wgan_gp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_programs_have_the_weights_of_their_plain_loops_on_two_devices(
+    train: engine.Train, name: str
+) -> None:
+    """Before the sum over the devices and after it, XLA computes the same step."""
+    program = load_program(name)
+    settings = SETTINGS | {"virtual_devices": 2} | program.settings | {"jit_compile": True}
+    state = train(program.hooks(), **settings)
+    program.assert_plain(program.weights(state), state.metrics)
+
+
 @pytest.mark.parametrize("name", small.slow_but(*QUICK, of=NAMES))
 def test_killed_programs_resume_bit_for_bit(train: engine.Train, runs: Path, name: str) -> None:
     """On two devices; the resumed run is the whole one bit for bit, in all that it saves."""
