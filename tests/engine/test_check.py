@@ -1,6 +1,5 @@
 """``train --check``: devices are compared, everything is tried once, and nothing stays."""
 
-import fcntl
 import re
 import tempfile
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import ctl_core
 from ctl_core import compat
 from ctl_core.commands import compare_devices
 from ctl_core.numerics.randomness import is_noise_of_replica
+from ctl_core.run.files import lock_run, release_run
 from tests.golden import engine, small
 from tests.golden.catalogue import NAMES, SETTINGS, load_program
 from tests.helpers.cases import dropout_model, make_hooks, regression_data, sliced
@@ -242,9 +242,10 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
         at_end=lambda reason: ran.append(reason),
     )
     settings = {"virtual_devices": 2, "keep_best": "loss", "ckpt_every": "10min", "warmup": 50}
-    with (tmp_path / "runs/run/pid").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert check(counted_hooks, **settings).step == 2
+    lock = lock_run(tmp_path / "runs/run")
+    assert lock is not None
+    assert check(counted_hooks, **settings).step == 2
+    release_run(tmp_path / "runs/run", lock)
     files = sorted(path for path in (tmp_path / "runs").rglob("*") if path.is_file())
     assert [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files] == before
     assert ran == [

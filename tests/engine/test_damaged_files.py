@@ -9,51 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from ctl_core.checkpoint.record import (
-    Damaged,
-    Record,
-    is_whole,
-    list_files,
-    list_saved_steps,
-    read_record,
-    write_record,
-)
+from ctl_core.checkpoint.record import Damaged, is_whole, list_files, list_saved_steps, read_record
 from ctl_core.checkpoint.retention import keep_best, remove_orphans, sweep
 from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.commands.cli import parse_command
 from ctl_core.model.state import Progress
 from ctl_core.run.errors import SetupError
-from ctl_core.run.layers import format_config, parse_settings, write_config
-from ctl_core.run.settings import Config
-
-SETTINGS = Config(steps=8, batch_size=8, seed=7, hparams={"width": 64, "optimizer": {"decay": 0.1}})
-
-
-def write_checkpoint(folder: Path, step: int, best: int = -1, config: Config = SETTINGS) -> Record:
-    """Writes files such as those of a checkpoint; returns its record."""
-    (folder / "engine").mkdir(parents=True, exist_ok=True)
-    (folder / "checkpoint").write_text("")
-    for name in (f"ckpt-{step}", f"engine/ckpt-{step}", f"engine/input-{step}"):
-        (folder / f"{name}.index").write_bytes(b"index")
-        (folder / f"{name}.data-00000-of-00001").write_bytes(b"weights")
-    (folder / "engine" / f"statistics-{step}-0.index").write_bytes(b"index")
-    progress = Progress(examples=8 * step, hook_state={"count": 3, "list": [1.5, None]})
-    if best >= 0:
-        progress.best = {"keep_best=loss:min": [0.5, best, 0]}
-    record = Record(
-        step=step,
-        input={"batch_size": 8},
-        input_saved=True,
-        replicas=1,
-        learning_rate=0.1,
-        frozen=[False],
-        created=["create_model/w"],
-        progress=dataclasses.asdict(progress),
-        learnt={"model/0/StringLookup": {"vocabulary": ["[UNK]", "a"], "idf_weights": [0.5, 1.0]}},
-        settings=format_config(config),
-    )
-    write_record(folder, record)
-    return record
+from ctl_core.run.layers import parse_settings, write_config
+from tests.helpers.run_folders import SETTINGS, write_checkpoint
 
 
 @pytest.fixture
@@ -165,7 +128,7 @@ def write_lines(count: int) -> Callable[[Path], Any]:
         (write_lines(2), "batch_size.*is missing"),
         (write_lines(-1), "hparams.optimizer.*is missing"),
         (lambda path: path.write_text(path.read_text() + "seed: 3\n"), "'seed' is given twice"),
-        (lambda path: path.write_text(path.read_text()[:150]), "no valid YAML"),
+        (lambda path: path.write_text(path.read_text().split("_size")[0]), "no valid YAML"),
     ],
 )
 def test_damaged_config_file_of_a_run_is_refused(

@@ -14,9 +14,9 @@ from ctl_core.hooks.callbacks_file import find_callbacks
 from ctl_core.run.errors import SetupError
 from ctl_core.run.layers import write_config
 from ctl_core.run.settings import Config
-from tests.engine.test_damaged_files import write_checkpoint
 from tests.helpers.cases import make_hooks
 from tests.helpers.project import Train
+from tests.helpers.run_folders import write_checkpoint
 
 
 def write_run(folder: Path, **settings: Any) -> Path:

@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.model import logical_replicas
 from tests.golden import compare, engine, small
 
 LOGICAL_REPLICAS = 6
@@ -247,16 +246,14 @@ def train_on_one_and_three(
 
 
 @pytest.mark.slow
-def test_generators_and_written_variables_do_not_depend_on_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generators_and_written_variables_do_not_depend_on_devices(tmp_path: Path) -> None:
     """Nor do sums that are exchanged in several buckets, which the devices finish in turn."""
-    monkeypatch.setattr(logical_replicas, "BUCKET_BYTES", 40)
+    wide = 1100  # a kernel of 4.8 MB, more than a bucket
     counters: list[Counter] = []
 
     def create_model() -> keras.Model:
         counters.append(Counter())
-        return small.model_with(Noise(), counters[-1])
+        return small.model_with(Noise(), counters[-1], layers.Dense(wide), layers.Dense(wide))
 
     one, three = train_on_one_and_three(tmp_path, {"create_model": create_model})
     assert_equal(three, one)
