@@ -213,6 +213,7 @@ def test_check_passes_the_golden_programs(check: Check, name: str, capsys: Outpu
     assert all("the loss does not depend on" in line for line in warnings), warnings
 
 
+@pytest.mark.slow
 def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked(
     check: Check, tmp_path: Path, capsys: Output
 ) -> None:

@@ -172,6 +172,7 @@ def test_settings_with_which_auto_means_no(train: Train, reason: str) -> None:
 NOISY = {"create_model": dropout_model}
 
 
+@pytest.mark.slow
 def test_a_compiled_run_is_compiled_wherever_it_is_resumed(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,6 +232,7 @@ def test_a_cluster_is_refused(tmp_path: Path, command: engine.Command) -> None:
     assert_refused(outcome, "logical_replicas: ", "TF_CONFIG", "2", "leave the setting out")
 
 
+@pytest.mark.slow
 def test_a_resume_takes_the_setting_from_the_record(
     tmp_path: Path, command: engine.Command
 ) -> None:

@@ -151,16 +151,16 @@ OPTIONS = [
         {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 4},
         {"virtual_devices": 2, "accumulate_steps": 2},
     ),
-    (
-        {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 4},
-        {"virtual_devices": 3, "jit_compile": True, "accumulate_steps": 2},
-    ),
     ({"gradient_accumulation_steps": 3, "weight_decay": 0.1}, {"virtual_devices": 2}),
     *small.slow_but(
         of=[
             ({"weight_decay": 0.1}, {"virtual_devices": 2}),
             ({"use_ema": True, "ema_momentum": 0.8}, {"virtual_devices": 2}),
             ({"gradient_accumulation_steps": 3}, {}),
+            (
+                {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 4},
+                {"virtual_devices": 3, "jit_compile": True, "accumulate_steps": 2},
+            ),
         ]
     ),
 ]

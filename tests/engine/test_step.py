@@ -50,7 +50,7 @@ def loop() -> Followed:
     [
         {"accumulate_steps": 2, "virtual_devices": 2},
         {"jit_compile": True},
-        {"jit_compile": True, "virtual_devices": 3},
+        pytest.param({"jit_compile": True, "virtual_devices": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_a_target_network_follows_as_in_a_plain_loop(train: Train, settings: Any) -> None:

@@ -73,6 +73,7 @@ def pictures(run: Path) -> dict[tuple[str, int], np.ndarray]:
     return pixels
 
 
+@pytest.mark.slow
 def test_splits_and_pictures(example: Example) -> None:
     """Each digit is in one split; what is shown is what was predicted."""
     outcome = example.train("a", "--learning-rate", "0.01", "--steps", "30", "--eval-every", "15")

@@ -170,6 +170,7 @@ def test_graphs_on_two_devices(train: engine.Train) -> None:
     assert_trained(state, train_plainly(hooks, 4, batches * 2, split=list))
 
 
+@pytest.mark.slow
 def test_graphs_of_logical_replicas_have_the_same_bits_on_any_devices(
     train: engine.Train,
 ) -> None:

@@ -134,7 +134,7 @@ def test_codes_that_each_micro_batch_moves_are_pointed_out(
         assert f"/{name} of the layer 'codebook' (Codebook)" in differing
 
 
-@pytest.mark.parametrize("suffix", small.slow_but("keras", of=("keras", "weights.h5")))
+@pytest.mark.parametrize("suffix", small.slow_but("weights.h5", of=("keras", "weights.h5")))
 def test_a_base_from_a_file_leaves_adapters_as_they_are_created(
     train: engine.Train, tmp_path: Path, suffix: str
 ) -> None:

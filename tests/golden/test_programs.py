@@ -25,7 +25,7 @@ def list_ways(name: str) -> list[str]:
 
 
 # One of each kind, in seconds: the others take several times as long together as all these.
-QUICK = ("batch_norm", "codebook", "embedding", "multi_task", "ragged", "simclr")
+QUICK = ("batch_norm", "embedding", "multi_task", "ragged")
 
 
 @pytest.mark.slow
