@@ -377,8 +377,11 @@ class Trainer:
             progress.evaluated = step
             self._console.values(step, "eval", values)
             reason = None
-            for criterion in self._criteria:
-                reason = criterion.judge(step, values, progress.best) or reason
+            if state.evaluation.problem:
+                self._console.warn(state.evaluation.problem)
+            else:
+                for criterion in self._criteria:
+                    reason = criterion.judge(step, values, progress.best) or reason
             self.checkpoints.save_requested |= find_best_step(progress.best) == step
             if reason and step < self._schedule.last:
                 self._console.say(f"step {step}: training ends. {reason}")

@@ -15,7 +15,7 @@ from ctl_core.checkpoint.source import CheckpointName, Source
 from ctl_core.model.state import State
 from ctl_core.read_only import open_run, restore_run
 from ctl_core.run.console import Console, format_values
-from ctl_core.run.errors import SetupError
+from ctl_core.run.errors import RunError, SetupError
 from ctl_core.run.files import atomic_write, is_run_locked, relative_path
 from ctl_core.run.listeners import MetricsFile, read_metrics
 from ctl_core.run.settings import Config
@@ -62,6 +62,7 @@ def evaluate(
 
     Raises:
         SetupError: there is no evaluation data, or no checkpoint.
+        RunError: the evaluation has counted nothing.
     """
     if watch:
         if checkpoint is not None:
@@ -70,6 +71,9 @@ def evaluate(
             return _watch(state, run, console)
     with restore_run(callbacks, config, checkpoint) as (state, console):
         values = _evaluate(state)
+        assert state.evaluation is not None
+        if state.evaluation.problem:
+            raise RunError(state.evaluation.problem)
         console.values(state.step, "eval", values)
     return values
 

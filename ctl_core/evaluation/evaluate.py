@@ -46,6 +46,7 @@ from ctl_core.input.batches import (
 from ctl_core.input.caches import refuse_unfinished_caches
 from ctl_core.input.prefetch import read_ahead
 from ctl_core.input.readers import open_reader
+from ctl_core.input.sharing import may_have_rows, reject_elements
 from ctl_core.model.components import Components, ForwardContext, TraceContext
 from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
@@ -59,6 +60,7 @@ from ctl_core.model.logical_replicas import (
 from ctl_core.model.metrics import read_results, update_if, update_metrics
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.numerics.variables import unwrap
+from ctl_core.run.listeners import FILE, RESERVED
 from ctl_core.run.settings import Config
 from ctl_core.schedule import StepsPerCall
 from ctl_core.types import Batch, BatchSpec, Count, GraphFunction, PerReplica
@@ -120,6 +122,7 @@ class Evaluation:
     Attributes:
         sets: the sets by name; a single one is under ``SINGLE_SET``
         arrays: the results of the last evaluation that are not scalars, such as a confusion matrix
+        problem: why the values of the last evaluation mean nothing; "" if they do
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class Evaluation:
     ) -> None:
         self.sets = sets
         self.arrays: dict[str, np.ndarray] = {}
+        self.problem = ""
         self._components = components
         self._recording = recording
         self._frozen: list[bool] | None = None
@@ -218,6 +222,25 @@ class Evaluation:
                     "cannot add it up; leave out the metric or logical_replicas."
                 )
 
+    def _find_problem(self, set_name: str, evaluation_set: EvaluationSet) -> str:
+        """Returns why the values of a set mean nothing; "" if they do."""
+        counted = float(evaluation_set.examples.result())
+        if counted > 0:
+            return ""
+        hooks = self._components.hooks
+        where = ""
+        if set_name != SINGLE_SET:
+            where = f" of the set '{set_name}'"
+        if hooks.batch_weight is not None:
+            return (
+                f"{hooks.batch_weight}: the weights of all batches{where} add up to {counted:g}, "
+                "so an evaluation has no mean loss; return what each batch counts."
+            )
+        return (
+            f"{hooks.create_eval_dataset}: an evaluation{where} counts {counted:g} examples, so "
+            "its values mean nothing; return a dataset with examples."
+        )
+
     def evaluate(self, sync: Sync = lambda status: status) -> dict[str, float] | None:
         """Evaluates each set of evaluation data once.
 
@@ -227,9 +250,11 @@ class Evaluation:
 
         Returns:
             The values that ``names`` lists. A loss is the mean over the examples, or over the
-            weights of batches. None if the evaluation ended early.
+            weights of batches. None if the evaluation ended early. If nothing was counted,
+            ``problem`` says so.
         """
         self.trace()
+        self.problem = ""
         values: dict[str, float] = {}
         self.arrays = {}
         for set_name, evaluation_set in self.sets.items():
@@ -239,6 +264,7 @@ class Evaluation:
                 if not is_complete:
                     return None
                 values[_name_value(set_name, "loss")] = _read_mean_loss(evaluation_set)
+                self.problem = self.problem or self._find_problem(set_name, evaluation_set)
                 results = read_results(evaluation_set.metrics)
             for name, scalar in results.scalars.items():
                 values[_name_value(set_name, name)] = scalar
@@ -313,6 +339,23 @@ def create_evaluation(
     return Evaluation(components, recording, sets)
 
 
+def find_wrong_name(metrics: dict[str, keras.Metric]) -> str | None:
+    """Returns which name of a metric cannot be used, and why; None if all can.
+
+    In metrics.jsonl, names stand beside the keys in ``RESERVED``.
+    """
+    names_by_metric: dict[int, str] = {}
+    for name, metric in metrics.items():
+        if not name or not name.isprintable():
+            return f"names a metric {name!r}; give it a name of printable characters."
+        if name in RESERVED:
+            return f"names a metric '{name}', which each line of {FILE} has; give it another name."
+        other = names_by_metric.setdefault(id(metric), name)
+        if other != name:
+            return f"returned one metric as '{other}' and as '{name}'; create one for each name."
+    return None
+
+
 class EvaluationData:
     """Reads the evaluation data of ``create_eval_dataset``."""
 
@@ -347,6 +390,9 @@ class EvaluationData:
         reader = open_reader(hook, returned, lambda: self.call_hook()[name])
         if reader is not None:
             returned = reader.read(goes_on=False)
+        spec = returned.element_spec
+        if self._components.shape.by_rows and not may_have_rows(spec):
+            raise reject_elements(hook, spec)
         dataset = self._prepare(hook, returned)
         refuse_unfinished_caches(hook, dataset)
         is_shuffled = any(map(is_shuffle, list_stages(dataset)))
@@ -358,7 +404,11 @@ class EvaluationData:
 
         total = keras.metrics.Sum("loss", dtype="float64")
         examples = keras.metrics.Sum("examples", dtype="float64")
-        metrics = self._components.hooks.create_metrics()
+        create_metrics = self._components.hooks.create_metrics
+        metrics = create_metrics()
+        problem = find_wrong_name(metrics)
+        if problem is not None:
+            raise create_metrics.reject(problem)
         batches = None
         if self._components.shape.logical_replicas is not None:
             batches = keras.metrics.Sum("batches", dtype="int64")

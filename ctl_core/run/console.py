@@ -257,7 +257,12 @@ def report(step: int, **values: Scalar | dict[str, Scalar]) -> None:
     Args:
         step: the step that the values belong to
         **values: scalars by name, or dicts of such
+
+    Raises:
+        ValueError: a name is that of a key that each line of metrics.jsonl has.
     """
+    if "split" in values:
+        raise ValueError("ctl.report: 'split' is a key of each line of metrics.jsonl; rename it.")
     (_active or Console()).values(step, "train", values)
 
 

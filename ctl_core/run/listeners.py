@@ -25,6 +25,8 @@ from ctl_core.run.files import atomic_write, relative_path
 from ctl_core.run.settings import Config, flatten
 
 FILE = "metrics.jsonl"
+# The keys of each of its lines, beside the names of values.
+RESERVED = ("step", "split")
 # Settings that change only where a run is, or how much it prints.
 _PLACE = ("run_name", "runs_dir", "debug")
 

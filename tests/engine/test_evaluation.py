@@ -1,6 +1,7 @@
 """Several sets of data, models of their own, metrics of training; what an evaluation decides."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.evaluation.criteria import read_criteria
+from ctl_core.evaluation.evaluate import find_wrong_name
 from ctl_core.run.settings import Config
 from tests.golden import small
 from tests.helpers.cases import (
@@ -305,3 +307,55 @@ def test_direction_of_criterion(setting: str, is_highest: bool) -> None:
     (criterion,) = read_criteria(Config(keep_best=setting), names)
     assert criterion.highest is is_highest
     assert criterion.judge(1, {setting.split(":")[0]: 1.0}, {}) is None
+
+
+# ---- Evaluations that mean nothing ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "create_eval_dataset",
+    [
+        lambda: tf.data.Dataset.range(100),
+        lambda: tf.data.Dataset.from_tensors((tf.zeros([8, 8]), tf.zeros([4, 1]))),
+    ],
+)
+def test_evaluation_data_without_rows_are_refused(train: Train, create_eval_dataset: Any) -> None:
+    """In the words that create_dataset is refused in."""
+    hooks = make_hooks(create_eval_dataset=create_eval_dataset)
+    with pytest.raises(ctl_core.SetupError, match=r"create_eval_dataset .*have a row for each"):
+        train(hooks, steps=1)
+
+
+@pytest.mark.parametrize("name", ["step", "split", "", "a\nb"])
+def test_metric_with_an_impossible_name_is_refused(name: str) -> None:
+    assert find_wrong_name({"fine": keras.metrics.Mean(), name: keras.metrics.Mean()})
+    assert find_wrong_name({"fine": keras.metrics.Mean()}) is None
+
+
+def test_metric_with_two_names_is_refused(train: Train) -> None:
+    hooks = eval_hooks(8)
+    hooks.create_metrics = lambda: dict.fromkeys(["error", "seen"], keras.metrics.Mean())
+    with pytest.raises(ctl_core.SetupError, match="one metric as 'error' and as 'seen'"):
+        train(hooks, steps=1)
+
+
+@pytest.mark.parametrize("kind", ["no examples", "no weight"])
+def test_evaluation_that_counts_nothing_is_never_the_best(
+    train: Train, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """The mean of no errors is 0, which would be the lowest."""
+    extra: dict[str, Any] = {}
+    if kind == "no weight":
+        extra["batch_weight"] = lambda: 0.0
+    hooks = eval_hooks(8 if kind == "no weight" else 0, **extra)
+    state = train(hooks, steps=2, eval_every=1, keep_best="error")
+    printed = capsys.readouterr().out
+    name = "batch_weight" if kind == "no weight" else "create_eval_dataset"
+    assert len(re.findall(rf"warning: {name} .*an(d| evaluation).*", printed)) == 1
+    assert not (state.run_dir / "ckpt" / "best").exists()
+
+
+def test_report_of_a_reserved_name_is_refused(train: Train) -> None:
+    hooks = make_hooks(every_steps={1: lambda step: ctl_core.report(step, split=1.0)})
+    with pytest.raises(ctl_core.RunError, match="'split' is a key of each line"):
+        train(hooks, steps=1)
