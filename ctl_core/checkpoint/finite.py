@@ -23,13 +23,16 @@ class FiniteWeights:
             if name.startswith("create_model/") and _is_trained(variable)
         }
         self._names = list(trained)
-        replicas = [list_local_components(state.strategy, [each])[0] for each in trained.values()]
+        # All replicas have the same values, so those of the first one are looked at.
+        variables = [
+            list_local_components(state.strategy, [variable])[0] for variable in trained.values()
+        ]
 
         @tf.function(autograph=False)
         def are_finite() -> tf.Tensor:
             """Returns bool[variables]."""
             finite = []
-            for variable in replicas:
+            for variable in variables:
                 with tf.device(variable.device):
                     finite.append(tf.reduce_all(tf.math.is_finite(variable.read_value())))
             return tf.stack(finite)

@@ -135,11 +135,11 @@ def measure_files(folder: Path, step: int) -> dict[str, int]:
     """
     prefixes = {"user": find_user_part(folder, step), "engine": folder / "engine" / f"ckpt-{step}"}
     sizes = {}
-    for part, prefix in prefixes.items():
+    for owner, prefix in prefixes.items():
         for name in list_names(prefix.parent):
             suffix = name.removeprefix(prefix.name)
             if name.startswith(prefix.name) and re.fullmatch(_TENSOR_FILE, suffix):
-                sizes[part + suffix] = (prefix.parent / name).stat().st_size
+                sizes[owner + suffix] = (prefix.parent / name).stat().st_size
     return sizes
 
 

@@ -89,8 +89,8 @@ def start(argv: Sequence[str], folder: Path) -> int:
     os.close(write_end)
     try:
         with os.fdopen(read_end, "rb") as pipe:
-            told = pipe.read()  # until all processes that have the other end have closed it
-        if told == _STEP:
+            message = pipe.read()  # until all processes that have the other end have closed it
+        if message == _STEP:
             print(
                 f"process {process.pid} trains {shown}: tail -f {shown}/train.log; "
                 f"kill {process.pid} saves and ends it",
@@ -105,7 +105,7 @@ def start(argv: Sequence[str], folder: Path) -> int:
     if code == 0:
         print(f"{shown}: there was nothing left to train; see {shown}/train.log", flush=True)
         return 0
-    text = told.decode() or f"error: training ended before its first step; see {shown}/train.log"
+    text = message.decode() or f"error: training ended before its first step; see {shown}/train.log"
     print(text, file=sys.stderr, flush=True)
     if code < 0:  # ended by a signal
         return 128 - code
