@@ -77,7 +77,7 @@ def _choose_automatically(
         raise SetupError(
             f"jit_compile: {name} is compiled by XLA, which cannot be done here: {reason}. Begin "
             f"another run from it, with other random numbers: --fork {name}; or begin one with "
-            "--no-jit-compile, which trains alike everywhere."
+            "--no-jit-compile, which trains the same everywhere."
         )
     state.compilation = CompilationChoice(Compilation.NOTHING, reason)
     return StepFunctions(state, summaries, Compilation.NOTHING)

@@ -167,8 +167,8 @@ def read_record(folder: Path, step: int) -> Record:
             raise ValueError("its checksum is another one")
         if version != FORMAT and isinstance(version, int | None):
             raise SetupError(
-                f"{relative_path(folder)}: its checkpoints are of ctl_core "
-                f"{content.get('engine', '0.3')}, and {__version__} cannot go on from them; begin "
+                f"{relative_path(folder)}: its checkpoints were written by ctl_core "
+                f"{content.get('engine', '0.3')}, and {__version__} cannot resume from them; begin "
                 f"another run with their weights: --init-from {relative_path(folder.parent)}."
             )
         record = Record(**content)

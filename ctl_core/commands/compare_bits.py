@@ -138,6 +138,6 @@ def _reject(state: State, key: ValueKey, devices: int) -> SetupError:
     noun = f"{kind.noun} {name}".rstrip()
     return SetupError(
         f"check: {hook}: the {noun}{describe_layer(state, name)} has other bits on {devices} "
-        "devices than on one, so it depends on the devices; replace the op that does, or leave out "
+        "devices than on one; replace the op that depends on the number of devices, or leave out "
         "logical_replicas."
     )

@@ -41,8 +41,9 @@ def refuse_hooks(hooks: Hooks, has_reader: bool) -> None:
     pieces = [name for name in PIECES if name in hooks.update_pre.arguments]
     if pieces:
         raise hooks.update_pre.reject(
-            f"takes {' and '.join(pieces)}, of which each device has another part; with "
-            "logical_replicas, an update may depend on sums only: leave that out."
+            f"takes {' and '.join(pieces)}, which differ between devices; with logical_replicas, "
+            "an update may depend only on sums over them: leave out these arguments or "
+            "logical_replicas."
         )
 
 

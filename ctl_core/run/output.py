@@ -47,7 +47,7 @@ class DroppableOutput:
         with contextlib.suppress(OSError):
             self._stream.flush()  # discards the text that is still in its buffer
         logging.getLogger("ctl_core").warning(
-            "%s cannot be written to (%s); only this log goes on",
+            "%s cannot be written to (%s); from now on, only this log is written",
             self._stream.name.strip("<>"),
             error.strerror,
         )
