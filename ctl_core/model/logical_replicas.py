@@ -93,14 +93,14 @@ class DeviceResult(NamedTuple):
     """The results of the logical replicas of one device.
 
     Attributes:
-        roots: for each root, the buckets of its sum; filled up with empty buckets if other devices
+        roots: for each root, the buckets of its sum; padded with empty buckets if other devices
             have more roots
-        compared: the values that have to be equal on all logical replicas, from the first one of
-            the device
+        compared: the values, on the first logical replica of the device, that have to be equal on
+            all logical replicas
         are_equal: for each of these values, whether it is the same on all logical replicas of the
             device, a bool scalar
-        pieces: the pieces of each logical replica of the device; filled up with pieces without rows
-            if other devices have more logical replicas
+        pieces: the pieces of each logical replica of the device; padded with pieces without rows if
+            other devices have more logical replicas
     """
 
     roots: list[Buckets]
