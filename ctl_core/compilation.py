@@ -1,7 +1,7 @@
 """Decides whether XLA compiles the steps of a run, before a batch is drawn or a variable changes.
 
-The decision is made once for a run. Its checkpoints hold it, because a compiled step draws other
-random numbers than one that is not compiled.
+The decision is made once per run and stored in its checkpoints, because a compiled step draws other
+random numbers than an uncompiled one.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _BEGUN_WITHOUT = "the run was begun so, and compiled steps would draw other rand
 def choose_functions(
     state: State, summaries: tf.summary.SummaryWriter, begun: bool | None
 ) -> StepFunctions:
-    """Decides whether steps are compiled, notes it in the state, and returns their functions.
+    """Decides whether steps are compiled, and returns their functions.
 
-    With ``jit_compile: auto``, a new run on a single GPU is compiled if XLA can compile its steps.
-    A resumed run continues as it was begun.
+    The decision is assigned to ``state.compilation``. With ``jit_compile: auto``, a new run on a
+    single GPU is compiled if XLA can compile its steps. A resumed run stays compiled or uncompiled,
+    as it was begun.
 
     Args:
-        state: of the run
+        state: the state of the run
         summaries: writes the summaries of hooks that are in the graph
-        begun: whether the run that is resumed is compiled; None for a new run
+        begun: whether the resumed run is compiled; None for a new run
 
     Raises:
-        SetupError: the run that is resumed is compiled, and cannot be compiled here.
+        SetupError: the resumed run is compiled, but cannot be compiled here.
     """
     setting = state.config.jit_compile
     if setting == "auto" and begun is not False:
@@ -53,7 +54,7 @@ def choose_functions(
 def _choose_automatically(
     state: State, summaries: tf.summary.SummaryWriter, is_new: bool
 ) -> StepFunctions:
-    """Returns the functions of a new run, or of one that is compiled and is resumed."""
+    """Returns the functions for ``auto``: of a new run, or of a resumed run that is compiled."""
     start = time.monotonic()
     if not is_new:
         reason = find_setting_against(state)
@@ -76,14 +77,14 @@ def _choose_automatically(
         raise SetupError(
             f"jit_compile: {name} is compiled by XLA, which cannot be done here: {reason}. Begin "
             f"another run from it, with other random numbers: --fork {name}; or begin one with "
-            "--no-jit-compile, which trains alike everywhere."
+            "--no-jit-compile, which trains the same everywhere."
         )
     state.compilation = CompilationChoice(Compilation.NOTHING, reason)
     return StepFunctions(state, summaries, Compilation.NOTHING)
 
 
 def find_setting_against(state: State) -> str | None:
-    """Returns the setting for which ``auto`` means no; None if there is none."""
+    """Returns the setting because of which ``auto`` does not compile; None if there is none."""
     config = state.config
     reasons = {
         "deterministic is set": config.deterministic,
@@ -95,10 +96,10 @@ def find_setting_against(state: State) -> str | None:
 
 
 def _find_reason_against_new(state: State) -> str | None:
-    """Returns why a new run is not compiled, whatever its graph is; None if nothing is against it.
+    """Returns why a new run is not compiled, whatever its graph is; None without a reason.
 
-    On several replicas, XLA was never shown to run for long without leaking threads (TensorFlow's
-    issue 56423).
+    Runs on several replicas are not compiled, because XLA may leak threads there (TensorFlow issue
+    56423): no long run has shown yet that it does not.
     """
     reason = find_setting_against(state)
     if reason is not None:
@@ -117,8 +118,8 @@ def is_on_gpu(strategy: tf.distribute.Strategy) -> bool:
 def find_obstacle(state: State, functions: StepFunctions) -> str | None:
     """Returns why XLA cannot compile the steps of a run; None if it can.
 
-    Asks about steps that return everything that host hooks take, so that all graphs are known to
-    compile as long as no hook unfreezes a layer.
+    The tested steps return all values that host hooks take. If these steps compile, so do all
+    graphs of the run, as long as no hook unfreezes a layer.
     """
     hooks = state.hooks
     schedules = (*hooks.every_steps.values(), *hooks.at_step.values())
@@ -129,13 +130,13 @@ def find_obstacle(state: State, functions: StepFunctions) -> str | None:
         if isinstance(error.__cause__, NotCompilable):
             place, _, _ = str(error).partition(": ")
             return f"{place} writes a tf.summary"
-        return str(error)  # if it fails in any case, it does so when the plain step is traced
+        return str(error)  # if it also fails uncompiled, tracing the uncompiled step raises it
 
 
 def explain_for_gpu(state: State) -> str:
-    """Returns whether a run on a GPU will be compiled, as far as a CPU can tell, for ``--check``.
+    """Returns a line for ``--check``: whether a run on a GPU would be compiled.
 
-    The run itself is not changed by the question.
+    The answer is that of a CPU, so it may be incomplete. The run itself is not changed.
     """
     if state.config.jit_compile is False:
         return "not compiled on a GPU: jit_compile is false"
@@ -156,7 +157,7 @@ def explain_for_gpu(state: State) -> str:
 
 
 def list_cudnn_layers(layers: list[keras.Layer]) -> list[str]:
-    """Returns the names of the layers that Keras builds with cuDNN on a GPU, if they fit it."""
+    """Returns the names of the layers that Keras builds with cuDNN on a GPU if cuDNN fits them."""
     kinds = (keras.layers.LSTM, keras.layers.GRU)
     return [
         layer.name

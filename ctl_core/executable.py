@@ -1,4 +1,4 @@
-"""Functions that XLA compiles, and the question whether it can, which is asked before they run."""
+"""Compiles functions with XLA, and tests whether XLA can compile them before they run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ctl_core.model.failures import find_line
 from ctl_core.run.errors import format_error
 from ctl_core.types import GraphFunction, Structure
 
-# The inputs of a graph, which are no ops of it.
+# The op type of the inputs of a graph.
 _INPUT = "Placeholder"
-# The beginning of every message of lowering, and the op that it is about.
+# The beginning of each error message of lowering, and the name of the op that it is about.
 _LOWERING_FAILED = "ValueError: Failed getting HLO text: '"
 _NODE = re.compile(r"\{\{node ([^{}]+)\}\}")
 _CUDNN_CURE = "; create its layer with use_cudnn=False, and it can"
@@ -27,8 +27,9 @@ _CUDNN_CURE = "; create its layer with use_cudnn=False, and it can"
 class Executable:
     """A function that XLA compiles when it is first called.
 
-    It is traced by itself, outside of other graphs, and captures no tensor of them: all tensors are
-    arguments. So XLA can be asked about it without running anything.
+    The function is traced separately, outside other graphs. It captures none of their tensors: all
+    tensors are arguments. This makes it possible to test whether XLA can compile the function
+    without running anything.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class Executable:
         """Traces the function.
 
         Args:
-            components: of the step that the function takes
+            components: the components of the step that the function computes
             function: takes a structure of tensors for each of ``specs``
-            specs: the specifications of its arguments; all shapes are fixed
+            specs: the specifications of the arguments of the function; all shapes are fixed
         """
 
         @tf.function(jit_compile=True, autograph=False)
@@ -53,16 +54,16 @@ class Executable:
         self._concrete = compiled.get_concrete_function(*self._specs)
 
     def __call__(self, *arguments: Structure) -> Any:
-        """Calls the function with structures of tensors, inside another graph or outside of it."""
+        """Calls the function with structures of tensors, inside or outside another graph."""
         return self._concrete(*tf.nest.flatten(arguments))
 
     @functools.cached_property
     def obstacle(self) -> str | None:
         """Why XLA cannot compile the function, with the hook and its line; None if it can.
 
-        Nothing is run, and no variable is assigned. The types of ops are those that XLA compiles
-        for a GPU, on any device. Their shapes and dtypes are tried by lowering the function for its
-        device, since no function can be lowered for a GPU where there is none.
+        Nothing is run, and no variable is assigned. On any device, the types of the ops are
+        compared with those that XLA can compile for a GPU. Shapes and dtypes are tested by lowering
+        the function for its own device, since lowering for a GPU needs a GPU.
         """
         op = find_uncompilable_op(self._concrete.graph)
         if op is not None:
@@ -83,7 +84,7 @@ def find_uncompilable_op(graph: tf.Graph) -> tf.Operation | None:
 
 
 def describe_op(op: tf.Operation, hooks: Hooks) -> str:
-    """Returns ``AsString in input_pre (callbacks.py:31) cannot be compiled``."""
+    """Returns a message such as ``AsString in input_pre (callbacks.py:31) cannot be compiled``."""
     text = op.type
     line = find_line(op, hooks)
     if line is not None:
@@ -97,7 +98,8 @@ def describe_op(op: tf.Operation, hooks: Hooks) -> str:
 def describe_failure(error: Exception, graph: tf.Graph, hooks: Hooks) -> str:
     """Describes why a graph cannot be lowered, with op, hook and line if they are known.
 
-    The stack within XLA's message has no whole names of files, so the op is looked up by its name.
+    The stack in XLA's message does not contain complete file names, so the op is looked up by its
+    name.
     """
     reason = format_error(error, 160).removeprefix(_LOWERING_FAILED)
     named = _NODE.search(str(error))

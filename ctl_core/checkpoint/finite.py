@@ -1,4 +1,4 @@
-"""Looks for weights that are NaN or infinite, before a checkpoint is written."""
+"""Finds weights that are NaN or infinite, before a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ctl_core.numerics.variables import unwrap
 
 
 class FiniteWeights:
-    """Checks the trained variables: those that ``create_model`` has created.
+    """Checks the trainable variables that ``create_model`` has created.
 
-    The loss of a step is computed before its update, so it does not show that the update has made
-    the weights NaN. Every process of a cluster finds the same, since its weights are the same.
+    The loss of a step is computed before the update, so it does not show whether the update has
+    made the weights NaN. All processes of a cluster get the same result, since their weights are
+    equal.
     """
 
     def __init__(self, state: State) -> None:
@@ -50,6 +51,6 @@ class FiniteWeights:
 
 
 def _is_trained(variable: tf.Variable) -> bool:
-    """Returns whether a variable is trainable, and of a dtype that has NaN."""
+    """Returns True if a variable is trainable and its dtype has a NaN."""
     variable = unwrap(variable)
     return bool(variable.trainable) and (variable.dtype.is_floating or variable.dtype.is_complex)

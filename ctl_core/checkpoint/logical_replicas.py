@@ -1,7 +1,7 @@
-"""Takes the settings that decide the bits of a run from its record, before TensorFlow starts.
+"""Takes the settings that determine the bits of a run from its record, before TensorFlow starts.
 
-A kernel of a CPU adds up in another order with another number of threads. So a run with logical
-replicas has one number of threads from its first start on, on each machine.
+The order in which a CPU kernel adds depends on the number of threads. A run with logical replicas
+therefore keeps the number of threads of its first start, on every machine.
 """
 
 import dataclasses
@@ -15,14 +15,17 @@ from ctl_core.run.settings import Config
 
 
 def settle_logical_replicas(config: Config, source: Source | None) -> Config:
-    """Returns the settings with the logical replicas, and the threads, that the run has.
+    """Returns the settings, with the logical replicas and the threads of the run that is resumed.
+
+    A new run with logical replicas gets as many threads as there are cores, unless
+    ``intra_op_threads`` is set.
 
     Args:
         config: the settings
         source: the checkpoint that the run starts from; None if it starts from scratch
 
     Raises:
-        SetupError: the run was begun with other logical replicas, or with other threads.
+        SetupError: the run was begun with another number of logical replicas or of threads.
     """
     record = _read_newest(source)
     if record is not None and source is not None and source.setting == "run_name":
@@ -45,10 +48,10 @@ def _read_newest(source: Source | None) -> Record | None:
 
 
 def _take_from_record(config: Config, record: Record, run: str) -> Config:
-    """Returns the settings of a run that is resumed.
+    """Returns the settings of a resumed run, completed from its record.
 
     Raises:
-        SetupError: a setting differs from the record.
+        SetupError: a given setting differs from the record.
     """
     if config.logical_replicas not in (None, record.logical_replicas):
         began = "without"

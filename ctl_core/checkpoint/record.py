@@ -1,4 +1,4 @@
-"""Records, which make checkpoints count, and the files of a checkpoint."""
+"""Reads and writes records, without which a checkpoint does not count, and lists its files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ctl_core import __version__
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import atomic_write, flush_to_disk, relative_path
 
-# To be raised when another version of the engine could misread a record of this one.
+# Increase this number if another version of the engine could misread a record of this version.
 FORMAT = 2
-# The files in which TensorFlow writes tensors, after their prefix.
+# The end of the names of files in which TensorFlow writes tensors, after their prefix.
 _TENSOR_FILE = r"\.(?:index|data-\d{5}-of-\d{5})"
 _USER_FILE = re.compile(rf".+-(?P<step>\d+){_TENSOR_FILE}")
 _ENGINE_FILE = re.compile(
     rf"(?:ckpt|input|statistics)-(?P<step>\d+)(?:-\d+)?(?:{_TENSOR_FILE}|\.json)"
 )
-# The names that layers have for what they have learned.
+# The names of the values that layers learn by ``adapt``.
 LearnedName = Literal["vocabulary", "idf_weights", "bin_boundaries", "mean", "variance"]
 
 
@@ -35,27 +35,28 @@ class Damaged(RuntimeError):
 
 @dataclass(config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=True))
 class Record:
-    """The values of a checkpoint that are no tensors.
+    """The values of a checkpoint that are not tensors.
 
-    A record that is read may come from anybody, so its types are checked.
+    A record may come from another person, so its types are checked when it is read.
 
     Attributes:
-        step: how many steps were taken
-        input: describes the data; runs with equal descriptions read the same examples in order
+        step: the number of steps that were taken
+        input: describes the data; runs with equal descriptions read the same examples in the same
+            order
         input_saved: whether a complete position in the data was saved
         replicas: the number of replicas that trained
-        learning_rate: the setting, to notice when it is changed
+        learning_rate: the setting, to detect that it was changed
         frozen: the flags of ``recording.read_flags``
         created: the names of the variables in the engine's part
         progress: the fields of ``state.Progress``
         reader: the position of a reader in Python, as text
-        compiled: whether XLA compiles the steps of the run; None in a record that does not say so
+        compiled: whether XLA compiles the steps of the run; None in a record of 1.0
         learnt: the values that preprocessing layers have learned, see vocabularies.py
         settings: the settings of the run, as the text of its config.yaml; empty in a record of 1.0
         sizes: the result of ``measure_files``; empty in a record of 1.0
         logical_replicas: the setting
-        intra_op_threads: the threads of an op, if the run fixes their number
-        generators: the initial states of random generators, if there are logical replicas
+        intra_op_threads: the number of threads of an op; None if the run does not fix it
+        generators: the initial states of random generators; empty without logical replicas
         format: the ``FORMAT`` of the engine that wrote the record
         engine: the version of that engine
     """
@@ -83,7 +84,7 @@ class Record:
 
 
 def list_saved_steps(folder: Path) -> list[int]:
-    """Returns the steps that a folder of checkpoints has records of, newest first."""
+    """Returns the steps of all records in a checkpoint folder, newest first."""
     matches = (re.fullmatch(r"ckpt-(\d+)\.json", name) for name in list_names(folder / "engine"))
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
@@ -99,17 +100,17 @@ def list_names(folder: Path) -> list[str]:
 
 
 def find_user_part(folder: Path, step: int) -> Path:
-    """Returns the prefix of the user's files of a checkpoint, whatever the manager calls them."""
+    """Returns the prefix of the user's files of a checkpoint, for any prefix of the manager."""
     for path in folder.glob(f"*-{step}.index"):
         return path.with_suffix("")
     raise Damaged("a file of it is gone")
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Writes the record of a checkpoint whose other files are all written.
+    """Writes the record of a checkpoint, after all its other files.
 
     The record is written completely or not at all. All files are flushed to the disk, so that a
-    power cut does no more harm than a kill.
+    power cut causes no more damage than a kill.
     """
     engine = folder / "engine"
     path = engine / f"ckpt-{record.step}.json"
@@ -122,13 +123,13 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def measure_files(folder: Path, step: int) -> dict[str, int]:
-    """Returns the sizes of the files that hold the variables of a checkpoint, in bytes.
+    """Returns the sizes in bytes of the files that contain the variables of a checkpoint.
 
-    The files of the position in the data, and those of single replicas, are left out: a run resumes
-    without them, too.
+    The files of the position in the data and those of single replicas are left out, because a run
+    can be resumed without them.
 
     Returns:
-        The sizes by names such as ``user.index``, for whatever prefix the manager has given.
+        The sizes by names such as ``user.index``, which do not depend on the manager's prefix.
 
     Raises:
         Damaged: the user's part is gone.
@@ -149,14 +150,14 @@ def _compute_checksum(content: dict[str, Any]) -> str:
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """Reads the record of a checkpoint, and checks that its other files have their sizes.
+    """Reads the record of a checkpoint, and compares the sizes in it with those of the files.
 
     Records of engine 1.0 have neither a checksum nor sizes.
 
     Raises:
-        Damaged: it cannot be read, belongs to another step, or a file of the checkpoint is not
-            whole.
-        SetupError: another version of the engine wrote it, and this one could misread it.
+        Damaged: the record cannot be read or belongs to another step, or a file of the checkpoint
+            is incomplete.
+        SetupError: another version of the engine wrote the record, and this one could misread it.
     """
     path = folder / "engine" / f"ckpt-{step}.json"
     try:
@@ -166,8 +167,8 @@ def read_record(folder: Path, step: int) -> Record:
             raise ValueError("its checksum is another one")
         if version != FORMAT and isinstance(version, int | None):
             raise SetupError(
-                f"{relative_path(folder)}: its checkpoints are of ctl_core "
-                f"{content.get('engine', '0.3')}, and {__version__} cannot go on from them; begin "
+                f"{relative_path(folder)}: its checkpoints were written by ctl_core "
+                f"{content.get('engine', '0.3')}, and {__version__} cannot resume from them; begin "
                 f"another run with their weights: --init-from {relative_path(folder.parent)}."
             )
         record = Record(**content)
@@ -181,7 +182,7 @@ def read_record(folder: Path, step: int) -> Record:
 
 
 def is_whole(folder: Path, step: int) -> bool:
-    """Returns whether a folder has a checkpoint of a step whose files can be used."""
+    """Returns True if a folder contains a complete checkpoint of a step."""
     try:
         read_record(folder, step)
     except (Damaged, SetupError):
@@ -192,7 +193,7 @@ def is_whole(folder: Path, step: int) -> bool:
 def list_files(folder: Path, step: int) -> list[Path]:
     """Returns the files of a checkpoint, the record last.
 
-    Of the files that each process writes for itself, such as ``statistics-8-0``, the ones of all
+    Files that each process writes for itself, such as ``statistics-8-0``, are included for all
     processes. Other files, such as a user's ``plot-8.png``, are not part of the checkpoint.
     """
     files = [folder / name for name in list_names(folder) if _find_step(_USER_FILE, name) == step]
@@ -204,13 +205,13 @@ def list_files(folder: Path, step: int) -> list[Path]:
 
 
 def list_engine_steps(folder: Path) -> set[int]:
-    """Returns the steps that a folder of checkpoints has any files of the engine of."""
+    """Returns the steps for which a checkpoint folder contains any of the engine's files."""
     steps = {_find_step(_ENGINE_FILE, name) for name in list_names(folder / "engine")}
     return {step for step in steps if step is not None}
 
 
 def _find_step(pattern: re.Pattern[str], name: str) -> int | None:
-    """Returns the step in the name of a file; None if the file is not of this kind."""
+    """Returns the step in the name of a file; None if the name does not match the pattern."""
     match = pattern.fullmatch(name)
     if match is None:
         return None

@@ -1,7 +1,8 @@
-"""Which checkpoints of a run are kept: those that the manager keeps, and a copy of the best.
+"""Keeps the checkpoints that the manager keeps and a copy of the best one; removes all others.
 
-The manager of ``create_ckpt`` deletes the oldest user's parts in the run's folder of checkpoints,
-not in the folders within it. The engine follows it in ``keep_and_remove``.
+In the run's checkpoint folder, but not in its subfolders, the manager of ``create_ckpt`` deletes
+the user's part of the oldest checkpoints. ``keep_and_remove`` then removes the engine's files of
+these checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ctl_core.model.state import State
 from ctl_core.run.errors import SetupError, format_name
 from ctl_core.run.files import atomic_write, relative_path, remove
 
-# The temporary names of TensorFlow and of ``atomic_write`` in a folder of checkpoints.
+# The names of temporary files of TensorFlow and of ``atomic_write`` in a checkpoint folder.
 _TEMPORARY = re.compile(
     r".+-\d+_temp|.+\.tempstate\d+|checkpoint\.tmp\w+|best\.tmp|ckpt-\d+\.json\.tmp"
 )
@@ -34,13 +35,14 @@ _TEMPORARY = re.compile(
 def keep_and_remove(state: State, record: Record, source: Path | None = None) -> None:
     """Keeps a copy of the best checkpoint, and removes what the manager no longer keeps.
 
-    Called on the chief after each checkpoint, in the thread that has written it; and when a run
-    starts from a checkpoint, since the process that wrote it may have been killed before the call.
+    The chief calls this after each checkpoint, in the thread that has written it. It is also called
+    when a run starts from a checkpoint, since the process that wrote the checkpoint may have been
+    killed before the call.
 
     Args:
-        state: of the run, with its settings and manager
-        record: of the newest checkpoint
-        source: the folder with that checkpoint; default: that of the run
+        state: the state of the run
+        record: the record of the newest checkpoint
+        source: the folder with that checkpoint; by default, the checkpoint folder of the run
     """
     folder = Path(state.manager.directory)
     keep_best(folder, record, source or folder)
@@ -50,9 +52,9 @@ def keep_and_remove(state: State, record: Record, source: Path | None = None) ->
 def remove_orphans(folder: Path) -> None:
     """Removes the engine's files of checkpoints whose user's part the manager has deleted.
 
-    A user's part under another prefix, which the manager does not delete, keeps a checkpoint.
-    The record is removed first, so that a checkpoint that is half removed does not count. What a
-    kill between two removals has left is removed the next time.
+    A checkpoint is kept as long as a user's part exists under any prefix, even one that the manager
+    does not delete. The record is removed first, so that a partly removed checkpoint does not
+    count. If a kill interrupts the removal, the remaining files are removed the next time.
     """
     prefixes = [Path(name).stem for name in list_names(folder) if name.endswith(".index")]
     kept = {prefix.rpartition("-")[2] for prefix in prefixes}
@@ -64,13 +66,13 @@ def remove_orphans(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what a killed process may have left: temporary files, and a copy that is not whole.
+    """Removes what a killed process may have left: temporary files and an incomplete copy.
 
-    A damaged copy of the best checkpoint is removed only if that checkpoint is whole in the folder,
-    from where ``keep_best`` copies it again.
+    A damaged copy of the best checkpoint is removed only if the folder still contains the complete
+    original, from which ``keep_best`` copies it again.
 
     Args:
-        folder: the run's folder of checkpoints, in which no process writes now
+        folder: the run's checkpoint folder, to which no process is writing
     """
     for parent in (folder, folder / "engine"):
         for name in list_names(parent):
@@ -83,15 +85,16 @@ def sweep(folder: Path) -> None:
 
 
 def prepare_list(folder: Path) -> None:
-    """Prepares the file ``checkpoint``, the list that a manager reads and deletes by.
+    """Prepares the file ``checkpoint``, which lists the checkpoints that a manager may delete.
 
-    No manager starts with an empty file, which a power cut may leave; it is removed.
+    A manager cannot be created if the file is empty, for example after a power cut; an empty file
+    is removed.
 
     Args:
-        folder: the run's folder of checkpoints, before ``create_ckpt`` makes a manager for it
+        folder: the run's checkpoint folder, before ``create_ckpt`` creates a manager for it
 
     Raises:
-        SetupError: the list, which somebody else may have written, has a path outside of the
+        SetupError: the list, which another person may have written, contains a path outside the
             folder.
     """
     try:
@@ -105,8 +108,8 @@ def prepare_list(folder: Path) -> None:
         if Path(os.path.abspath(path)).parent != folder:
             raise SetupError(
                 f"{relative_path(folder / 'checkpoint')}: lists {format_name(path)}, which is "
-                "outside of the folder and would be deleted as an old checkpoint; remove the file, "
-                "which no resumed run needs."
+                "outside of the folder and would be deleted as an old checkpoint; remove the file; "
+                "runs can be resumed without it."
             )
 
 
@@ -114,7 +117,8 @@ def find_best_step(best: dict[str, list[float]]) -> int:
     """Returns the step of the checkpoint that ``keep_best`` keeps, or -1.
 
     Args:
-        best: by criterion the best value, its step, and the evaluations since; see ``Criterion``
+        best: for each criterion, the best value, its step, and the number of evaluations since
+            then; see ``Criterion``
     """
     steps = [int(step) for key, (_, step, _) in best.items() if key.startswith("keep_best=")]
     return max(steps, default=-1)
@@ -124,9 +128,9 @@ def keep_best(folder: Path, record: Record, source: Path) -> None:
     """Copies the best checkpoint to the folder ``best``, unless it is there already.
 
     Args:
-        folder: the run's folder of checkpoints
-        record: of the newest checkpoint, which knows the best step
-        source: the folder with the newest checkpoint: that of another run after a fork
+        folder: the run's checkpoint folder
+        record: the record of the newest checkpoint, which contains the best step
+        source: the folder with the newest checkpoint; after a fork, that of the other run
     """
     step = find_best_step(record.progress["best"])
     best = folder / "best"
@@ -139,12 +143,12 @@ def keep_best(folder: Path, record: Record, source: Path) -> None:
 
 
 def copy_checkpoint(folder: Path, step: int, target: Path) -> None:
-    """Copies a checkpoint; the copy shares its files where the file system supports that.
+    """Copies a checkpoint; uses hard links if the file system supports them.
 
     Args:
-        folder: with the checkpoint
-        step: of the checkpoint
-        target: the folder for this copy alone, which must not exist yet
+        folder: the folder with the checkpoint
+        step: the step of the checkpoint
+        target: a folder for this copy only, which must not exist yet
     """
     (target / "engine").mkdir(parents=True)
     for path in list_files(folder, step):

@@ -1,4 +1,4 @@
-"""The settings that a run has saved: in its config.yaml, and once more in its newest checkpoint."""
+"""Reads the settings of a run from its config.yaml, or from the copy in its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ CONFIG_FILE = "config.yaml"
 
 
 def read_run_settings(run: Path) -> Layer:
-    """Reads the settings of a run from its config.yaml, or else from its newest checkpoint.
+    """Reads the settings of a run from its config.yaml; without this file, from a checkpoint.
 
-    A value that somebody has edited in config.yaml counts. A setting that is missing there means
-    that the file is damaged: the run would go on with the default, and train other weights.
+    If a value in config.yaml was edited, the edited value is used. If a setting is missing, the
+    file is damaged: the run would continue with the default value, and train other weights.
 
     Args:
         run: the folder of the run
 
     Raises:
         SetupError: the file cannot be read, or lacks a setting that the newest checkpoint has; or
-            there is neither a file nor a checkpoint with settings.
+            there is neither this file nor a checkpoint with settings.
     """
     path = run / CONFIG_FILE
     where = relative_path(path)
@@ -48,14 +48,14 @@ def read_run_settings(run: Path) -> Layer:
 
 
 def has_settings(run: Path) -> bool:
-    """Returns whether a folder is that of a run whose settings can be read."""
+    """Returns True if a folder contains a run with a config.yaml or with saved settings."""
     return (run / CONFIG_FILE).is_file() or _read_recorded(run) is not None
 
 
 def _find_missing(
     recorded: dict[str, SettingValue], saved: dict[str, SettingValue], above: str = ""
 ) -> list[str]:
-    """Returns the names, nested ones included, that a checkpoint has and a file has not."""
+    """Returns the settings in the checkpoint, including nested ones, that the file lacks."""
     missing = []
     for name, value in recorded.items():
         is_cut = bool(value) and isinstance(value, dict) and saved.get(name) is None
@@ -67,7 +67,7 @@ def _find_missing(
 
 
 def _read_recorded(run: Path) -> Layer | None:
-    """Returns the settings in the newest checkpoint that is whole; None if there are none."""
+    """Returns the settings in the newest complete checkpoint; None if there are none."""
     folder = run / "ckpt"
     for step in list_saved_steps(folder):
         try:

@@ -1,7 +1,7 @@
-"""``--background``: trains in a process of its own, which goes on without the terminal.
+"""Implements ``--background``, which trains in a separate process that outlives the terminal.
 
-The command waits until that process has taken its first step, so that a run that cannot start is
-reported here. The process appends what it prints to ``runs/NAME/train.log``.
+The command waits until the process has taken its first step, so that it can report a run that
+cannot start. The output of the process is appended to ``runs/NAME/train.log``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from pathlib import Path
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import LOCK, is_run_locked, relative_path
 
-# Names the file descriptor of a pipe, to which the process writes once it has taken a step.
+# The environment variable with the file descriptor of a pipe. The process writes to this pipe once
+# it has taken a step.
 PIPE = "BACKGROUND_PIPE"
 _STEP = b"."
 
 
 def is_in_background() -> bool:
-    """Returns whether this process was started by ``start``."""
+    """Returns True if this process was started by ``start`` and has not reported to it yet."""
     return PIPE in os.environ
 
 
@@ -35,37 +36,38 @@ def list_inherited() -> tuple[int, ...]:
 
 
 def tell_step() -> None:
-    """Tells the command that has started this process, if there is one, that a step was taken."""
+    """Reports to the command that started this process, if there is one, that a step was taken."""
     _tell(_STEP)
 
 
 def tell_failure(text: str) -> None:
-    """Tells that command why this process ends before its first step."""
+    """Reports to that command why this process ends before its first step."""
     _tell(text.encode())
 
 
 def _tell(content: bytes) -> None:
-    """Writes to the command that waits for this process; only the first time."""
+    """Writes to the command that waits for this process; further calls do nothing."""
     pipe = os.environ.pop(PIPE, None)
     if pipe is None:
         return
-    with contextlib.suppress(OSError):  # nobody waits any more
+    with contextlib.suppress(OSError):  # the command no longer waits
         os.write(int(pipe), content)
         os.close(int(pipe))
 
 
 def start(argv: Sequence[str], folder: Path) -> int:
-    """Starts the training in a process of its own, and waits for its first step.
+    """Starts training in a separate process, and waits for its first step.
 
     Args:
         argv: the command line, without ``--background`` and with the name of the run
-        folder: of the run
+        folder: the folder of the run
 
     Returns:
-        0 when the process trains or has trained already; otherwise its exit code.
+        0 if the process has taken a step, or if there is nothing left to train; otherwise, the exit
+        code of the process.
 
     Raises:
-        SetupError: another process trains this run.
+        SetupError: another process is training this run.
         KeyboardInterrupt: Ctrl-C was pressed before the first step; the process is stopped, too.
     """
     shown = relative_path(folder)
@@ -84,12 +86,12 @@ def start(argv: Sequence[str], folder: Path) -> int:
             stderr=log,
             env={**os.environ, PIPE: str(write_end), "PYTHONUNBUFFERED": "1"},
             pass_fds=(write_end,),
-            start_new_session=True,  # neither Ctrl-C nor the end of the terminal reaches it
+            start_new_session=True,  # so Ctrl-C and the end of the terminal do not reach it
         )
     os.close(write_end)
     try:
         with os.fdopen(read_end, "rb") as pipe:
-            message = pipe.read()  # until all processes that have the other end have closed it
+            message = pipe.read()  # returns when all processes have closed the other end
         if message == _STEP:
             print(
                 f"process {process.pid} trains {shown}: tail -f {shown}/train.log; "

@@ -1,8 +1,9 @@
 """Compares the bits of one CPU device with those of several, for ``train --check``.
 
-A run with ``logical_replicas`` promises the same bits on any number of devices. Ops that break the
-promise, such as one that counts the devices, cannot all be known; so two steps and an evaluation
-are taken on one device and on three, with noise and batch statistics as in training.
+A run with ``logical_replicas`` promises the same bits on any number of devices. It is not possible
+to list all ops that break this promise, such as an op that counts the devices. Therefore, two steps
+and an evaluation are run on one device and on three, with noise and batch statistics as in
+training.
 """
 
 from __future__ import annotations
@@ -45,17 +46,18 @@ STEPS = 2
 
 
 def compare_bits(hooks: Hooks, config: Config, console: CheckConsole) -> None:
-    """Compares two steps and an evaluation on one device and on three; on two with two replicas.
+    """Compares two steps and an evaluation on one device with those on three.
 
-    Does nothing without ``logical_replicas``, and with a single logical replica.
+    With two logical replicas, the second run is on two devices. With a single logical replica, or
+    without ``logical_replicas``, nothing is compared.
 
     Args:
-        hooks: of the run
-        config: of the run
+        hooks: the hooks of the run
+        config: the settings of the run
         console: prints what was compared
 
     Raises:
-        SetupError: a value has other bits; the message names the first one.
+        SetupError: a value has different bits; the message names the first such value.
         RunError: a step or an evaluation failed.
     """
     if config.logical_replicas is None or config.logical_replicas == 1:
@@ -83,7 +85,7 @@ def compare_bits(hooks: Hooks, config: Config, console: CheckConsole) -> None:
 
 
 def _measure(state: State) -> list[Values]:
-    """Returns the values after each step, then those of an evaluation."""
+    """Returns the values after each step, followed by those of an evaluation."""
     functions = StepFunctions(state, tf.summary.create_noop_writer(), Compilation.NOTHING)
     begin_reading(state.data, Compilation.NOTHING)
     measurement = []
@@ -98,13 +100,13 @@ def _measure(state: State) -> list[Values]:
 
 
 def find_other_bits(expected: Values, actual: Values) -> ValueKey | None:
-    """Returns the first value that has other bits elsewhere, in the order in which it is computed.
+    """Returns the first value, in the order of computation, that has different bits.
 
-    Variables come last, because they have been updated.
+    Variables come last, because the update changes them.
 
     Args:
-        expected: the values of one device
-        actual: those of several devices, each of which may have a value of its own
+        expected: the values on one device
+        actual: the values on several devices, each of which may have its own value
     """
     order = [*(kind for kind in ORDER if kind is not VARIABLE), VARIABLE]
     for key in sorted(expected, key=lambda key: order.index(key[0])):
@@ -115,7 +117,7 @@ def find_other_bits(expected: Values, actual: Values) -> ValueKey | None:
 
 
 def _read_bits(value: Array) -> list[tuple[Any, ...]]:
-    """Returns the shape, the type and the bits of an array, or of each tensor of a ragged one."""
+    """Returns the shape, the dtype and the bits of an array, or of each tensor of a ragged one."""
     tensors = tf.nest.flatten(value, expand_composites=True)
     arrays = [np.asarray(tensor) for tensor in tensors]
     return [(array.shape, array.dtype, _read_bytes(array)) for array in arrays]
@@ -128,14 +130,14 @@ def _read_bytes(array: np.ndarray) -> Any:
 
 
 def _reject(state: State, key: ValueKey, devices: int) -> SetupError:
-    """Returns the error for a value that has other bits on several devices."""
+    """Returns the error for a value that has different bits on several devices."""
     kind, name = key
     hook = state.hooks.create_model
-    if kind is not GRADIENT:  # with equal outputs and losses it is the model that computes others
+    if kind is not GRADIENT:  # if outputs and losses are equal, the model computes other gradients
         hook = getattr(state.hooks, kind.hooks[-1])
     noun = f"{kind.noun} {name}".rstrip()
     return SetupError(
         f"check: {hook}: the {noun}{describe_layer(state, name)} has other bits on {devices} "
-        "devices than on one, so it depends on the devices; replace the op that does, or leave out "
+        "devices than on one; replace the op that depends on the number of devices, or leave out "
         "logical_replicas."
     )

@@ -1,4 +1,4 @@
-"""Private names of XLA: the ops that it can compile for a GPU, and lowering without running."""
+"""Wraps private names of XLA: lists the ops that it can compile for a GPU, and lowers functions."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from tensorflow.python.util import pywrap_xla_ops
 
 @functools.cache
 def list_gpu_ops() -> frozenset[str]:
-    """Returns the types of the ops that XLA can compile for a GPU, even where there is none.
+    """Returns the types of the ops that XLA can compile for a GPU, even if there is no GPU.
 
-    The list is not the whole answer: XLA may refuse an op of the list for its shapes or its dtype.
+    Even for a type in this list, XLA may refuse an op because of its shapes or its dtype.
     """
-    # Once TensorFlow has started without a GPU, its list for GPUs is empty. That for CPUs has the
-    # same ops.
+    # If TensorFlow has started without a GPU, its list for GPUs is empty. The list for CPUs
+    # contains the same ops.
     names = pywrap_xla_ops.get_gpu_kernel_names() or pywrap_xla_ops.get_cpu_kernel_names()
     return frozenset(names)
 
 
 def lower(function: Any, specs: Sequence[tf.TensorSpec], device: str) -> None:
-    """Lowers a function to the language of XLA, which runs nothing and assigns no variable.
+    """Lowers a function to XLA's HLO, without running it or assigning variables.
 
     Args:
         function: a ``tf.function`` with ``jit_compile``
-        specs: of its arguments, in which all shapes are fixed
+        specs: the specifications of its arguments; all shapes are fixed
         device: the device for which it is lowered
 
     Raises:
-        Exception: it cannot be lowered. TensorFlow raises errors of several types; the message has
-            the op and the stack that created it.
+        Exception: the function cannot be lowered. TensorFlow raises errors of several types; the
+            message contains the op and the stack that created it.
     """
     generate = function.experimental_get_compiler_ir(*specs)
     with warnings.catch_warnings():
-        # Without the name of a device, TensorFlow would draw a random number to find one.
+        # Without the name of a device, TensorFlow would draw a random number to choose one.
         warnings.simplefilter("ignore")
         generate(stage="hlo", device_name=device)

@@ -1,4 +1,4 @@
-"""Refuses hooks and layers that logical replicas cannot have, or do not support yet."""
+"""Refuses hooks, layers and ops that logical replicas cannot support, or do not support yet."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def refuse_hooks(hooks: Hooks, has_reader: bool) -> None:
     """Refuses hooks that cannot be combined with logical replicas.
 
     Args:
-        hooks: of the run
+        hooks: the hooks of the run
         has_reader: whether ``create_dataset`` returned a reader in Python
 
     Raises:
-        SetupError: there is one; the message names it and the reason.
+        SetupError: such a hook exists; the message names it and the reason.
     """
     if hooks.turns:
         raise SetupError(f"turns: {_CURE}, which does not support objectives in turns yet.")
@@ -41,8 +41,9 @@ def refuse_hooks(hooks: Hooks, has_reader: bool) -> None:
     pieces = [name for name in PIECES if name in hooks.update_pre.arguments]
     if pieces:
         raise hooks.update_pre.reject(
-            f"takes {' and '.join(pieces)}, of which each device has another part; with "
-            "logical_replicas, an update may depend on sums only: leave that out."
+            f"takes {' and '.join(pieces)}, which differ between devices; with logical_replicas, "
+            "an update may depend only on sums over them: leave out these arguments or "
+            "logical_replicas."
         )
 
 
@@ -50,7 +51,7 @@ def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:
     """Refuses layers that cannot be combined with logical replicas.
 
     Raises:
-        SetupError: there is one; the message names it and the reason.
+        SetupError: such a layer exists; the message names it and the reason.
     """
     for layer in layers:
         name = f"{type(layer).__name__} '{layer.name}'"
@@ -72,13 +73,13 @@ def refuse_components(
     """Refuses other results of hooks that cannot be combined with logical replicas.
 
     Args:
-        hooks: of the run
-        optimizer: returned by ``create_opt``
+        hooks: the hooks of the run
+        optimizer: the result of ``create_opt``
         logged: the names of the logged parts of the loss
-        precisions: the dtypes lower than float32 in which layers compute
+        precisions: the dtypes below float32 in which layers compute
 
     Raises:
-        SetupError: there is one; the message names it and the reason.
+        SetupError: such a result exists; the message names it and the reason.
     """
     if isinstance(optimizer, dict | OptimizerGroups):
         raise hooks.create_opt.reject(f"{_CURE}, which does not support several optimizers yet.")
@@ -93,16 +94,17 @@ def refuse_components(
 
 
 def refuse_ops(hooks: Hooks, graph: tf.Graph) -> None:
-    """Refuses exchanges of replicas, and random numbers that no logical replica can repeat.
+    """Refuses exchanges between replicas, and random ops whose state cannot be set.
 
-    A call that only a trace of the whole step has, such as one in ``update_post``, is found here.
+    This also finds calls that are only in the graph of the whole step, such as one in
+    ``update_post``.
 
     Args:
-        hooks: of the run
-        graph: of a training step or of an evaluation
+        hooks: the hooks of the run
+        graph: the graph of a training step or of an evaluation
 
     Raises:
-        SetupError: there is such an op; the message names the line that created it.
+        SetupError: such an op exists; the message names the line that created it.
     """
     operations = list(add_called_ops(graph.get_operations()))
     refuse_calls_of_collectives(hooks, operations, NO_EXCHANGE)

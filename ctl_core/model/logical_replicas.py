@@ -1,15 +1,15 @@
-"""A step of logical replicas: the same bits on any number of devices.
+"""Computes a step of logical replicas, which has the same bits on any number of devices.
 
-A global batch has V shares, one for each logical replica. A device computes a contiguous range of
-them, one after another, and adds up what they contribute along the tree of
-numerics/summation_tree.py. The roots of all devices are then sent to one device, which finishes the
-tree and sends back the sums.
+A global batch has V shares, one for each logical replica. Each device computes a contiguous range
+of logical replicas, one after another, and adds up their contributions along the tree of
+numerics/summation_tree.py. For each bucket of gradients, all devices then send the roots of their
+subtrees to one device, which finishes the tree and sends the sum back.
 
-A logical replica is a function of the graph that TensorFlow does not inline. So it is simplified by
-itself, in the same way on each device and whatever is around it; a model that is inlined next to
-other ops could be simplified in another way, and round differently. For the same reason, additions
-are functions of their own: TensorFlow folds those that it can see into AddN, which adds up in
-another order.
+A logical replica is a graph function that TensorFlow does not inline. TensorFlow therefore
+simplifies it separately, in the same way on each device, whatever ops are around it. A model that
+is inlined next to other ops could be simplified in another way, and round differently. Additions
+are functions, too, for the same reason: TensorFlow folds additions that it can see into AddN, which
+adds in another order.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ from ctl_core.types import (
     VariablesByObjective,
 )
 
-# The purpose of random numbers, see ``derive_generator_states``; and what is no logical replica.
+# The purposes of random numbers, see ``derive_generator_states``.
 TRAINING = 0
 EVALUATION = 1
+# Numbers that ``GeneratorStates.assign`` takes in place of the index of a logical replica.
 UPDATE = -1
 BETWEEN_STEPS = -2
 
@@ -70,7 +71,7 @@ hidden_identity = tf.function(tf.identity, autograph=False, experimental_attribu
 
 
 def add_buckets(left: Buckets, right: Buckets) -> Buckets:
-    """Adds the buckets of two subtrees, in functions that TensorFlow does not look into."""
+    """Adds the buckets of two subtrees, in functions that TensorFlow does not inline."""
     return [hidden_add(*pair) for pair in zip(left, right, strict=True)]
 
 
@@ -79,8 +80,8 @@ class LeafResult(NamedTuple):
 
     Attributes:
         summed: the tensors that are added up over all logical replicas
-        compared: the values that have to be equal on all of them
-        pieces: the tensors, dense or not, that host hooks are passed of each logical replica
+        compared: the values that have to be equal on all logical replicas
+        pieces: the tensors, dense or not, of this logical replica that host hooks are passed
     """
 
     summed: list[tf.Tensor]
@@ -92,11 +93,14 @@ class DeviceResult(NamedTuple):
     """The results of the logical replicas of one device.
 
     Attributes:
-        roots: for each root the buckets of its sum; placeholders where other devices have more
-        compared: the values of the first logical replica that have to be equal on all of them
-        are_equal: whether the other logical replicas of the device have the same values, bools
-        pieces: those of each logical replica of the device; then some without rows, if other
-            devices have more logical replicas
+        roots: for each root, the buckets of its sum; padded with empty buckets if other devices
+            have more roots
+        compared: the values, on the first logical replica of the device, that have to be equal on
+            all logical replicas
+        are_equal: for each of these values, whether it is the same on all logical replicas of the
+            device, a bool scalar
+        pieces: the pieces of each logical replica of the device; padded with pieces without rows if
+            other devices have more logical replicas
     """
 
     roots: list[Buckets]
@@ -109,7 +113,7 @@ class LeafSum:
     """Computes the logical replicas, which are the leaves of the tree, and adds them up.
 
     Attributes:
-        packing: how the summed tensors are packed; known once the first device is traced
+        packing: how the summed tensors are packed; set when the first device is traced
     """
 
     def __init__(self, leaves: int, devices: int) -> None:
@@ -119,7 +123,7 @@ class LeafSum:
         self._most_roots = max(len(list_roots(leaves, leaves_)) for leaves_ in self._ranges)
 
     def get_leaves(self, device: int) -> range:
-        """Returns the logical replicas of a device."""
+        """Returns the indices of the logical replicas of a device."""
         return self._ranges[device]
 
     def compute(self, device: int, compute: Callable[[tf.Tensor], LeafResult]) -> DeviceResult:
@@ -163,14 +167,14 @@ class LeafSum:
     def finish(
         self, strategy: tf.distribute.Strategy, run: Run, roots: list[list[PerReplica]]
     ) -> list[PerReplica]:
-        """Finishes the tree; returns the sums on each device.
+        """Adds up the roots of all devices, and returns the sums on each device.
 
         Each bucket is finished on one device, and the devices take turns. A device receives the
-        roots of its next bucket when its last one is finished, so that it holds those of one bucket
-        at a time.
+        roots of its next bucket only when its previous bucket is finished, so it holds the roots of
+        one bucket at a time.
 
         Args:
-            strategy: whose devices compute
+            strategy: the strategy whose devices compute
             run: calls a function on each device, with that device's values
             roots: the roots of all devices, see ``DeviceResult``
         """
@@ -190,12 +194,12 @@ class LeafSum:
     def _release_roots(
         self, strategy: tf.distribute.Strategy, roots: list[PerReplica], after: list[tf.Tensor]
     ) -> dict[Subtree, tf.Tensor]:
-        """Returns the sums of a bucket by their subtrees, which devices send once they have them.
+        """Returns the sums of a bucket by subtree; a device sends its sums once they are computed.
 
         Args:
-            strategy: whose devices have the sums
+            strategy: the strategy whose devices have the sums
             roots: the sums, see ``DeviceResult``
-            after: tensors that have to exist before the sums are sent
+            after: tensors that have to be computed before the sums are sent
         """
         released = {}
         for device, device_leaves in enumerate(self._ranges):
@@ -214,43 +218,44 @@ class LeafSum:
     def _unpack_on_device(self, packed: Buckets) -> list[tf.Tensor]:
         """Unpacks the sums on one device.
 
-        What a device does with a sum begins with a function that is on this device and not inlined,
-        on the device that computed the sum, too. Otherwise ``tf.clip_by_global_norm``, which places
-        its products next to the gradients, would place those of all devices on that one. Grappler
-        reorders the products of gradient, clipping factor and learning rate if all are on one
-        device (the stage MinimizeBroadcasts of its arithmetic optimizer), and not if they are on
-        two. So the devices would round differently, and drift apart.
+        Each device first passes a sum through an identity function that is placed on this device
+        and is not inlined. The device that computed the sum does so, too. Otherwise,
+        ``tf.clip_by_global_norm``, which places its products next to the gradients, would place the
+        products of all devices on the device that computed the sum. Grappler reorders the products
+        of gradient, clipping factor and learning rate if all of them are on one device (the stage
+        MinimizeBroadcasts of its arithmetic optimizer), but not if they are on two. The devices
+        would round differently, and diverge.
 
-        Everything else that one device computes for others is exact: states of random generators,
-        numbers of steps, flags.
+        Everything else that one device computes for others is exact: the states of random
+        generators, numbers of steps, and flags.
         """
         assert self.packing is not None
         return self.packing.unpack([hidden_identity(bucket) for bucket in packed])
 
 
 class DeviceWalk:
-    """Computes the logical replicas of a device, in their order, and adds them up meanwhile.
+    """Computes the logical replicas of a device in order, and adds them up as soon as possible.
 
-    Each call waits for the one before it. So the device has the activations of one logical replica
-    at a time, and one sum for each level of the tree.
+    Each call waits for the one before it, so the device holds the activations of one logical
+    replica at a time, and one sum for each level of the tree.
 
     Attributes:
-        compared: for each logical replica so far its values that have to be equal
-        pieces: for each logical replica so far its pieces
+        compared: for each logical replica so far, its values that have to be equal on all of them
+        pieces: for each logical replica so far, its pieces
     """
 
     def __init__(self, function: tf.types.experimental.ConcreteFunction) -> None:
-        """``function`` returns the fields of a ``LeafResult``, the first of them packed."""
+        """Takes a function that returns the fields of a ``LeafResult``, the first one packed."""
         self.compared: list[list[tf.Tensor]] = []
         self.pieces: list[list[AnyTensor]] = []
         self._function = function
         self._last: list[tf.Tensor] = []
 
     def compute_leaf(self, subtree: Subtree) -> Buckets | None:
-        """Returns the buckets of a logical replica; None for a larger subtree."""
+        """Computes a logical replica and returns its buckets; returns None for a larger subtree."""
         if subtree.size > 1:
             return None
-        # If the index were a constant, TensorFlow could simplify each call in another way.
+        # If the index were a constant, TensorFlow could simplify each call differently.
         index = tf.compat.v1.placeholder_with_default(subtree.start, [])
         with tf.control_dependencies(self._last):
             buckets, compared, pieces = self._function(index)
@@ -279,10 +284,10 @@ class GeneratorStates:
                 )
 
     def assign(self, index: Count) -> None:
-        """Sets all generators for a logical replica, or for ``UPDATE`` or ``BETWEEN_STEPS``."""
+        """Sets all generators for a logical replica, for ``UPDATE`` or for ``BETWEEN_STEPS``."""
         if not self._variables:
             return
-        # As in a Python list, the states of negative numbers are at the end.
+        # Negative numbers count from the end, as in a Python list.
         states = tf.gather(self._states, index % self._states.shape[0])
         for number, variable in enumerate(self._variables):
             state = states[number, : len(self._initial_states[number])]
@@ -290,19 +295,19 @@ class GeneratorStates:
 
 
 class LogicalReplicas:
-    """Computes an update of logical replicas: forward and backward passes, and their sum.
+    """Computes the forward and backward passes of all logical replicas, and their sum.
 
     Attributes:
         states: the states of the random generators in the update
-        are_equal: for each variable that has to have one value on all logical replicas after they
-            have run: whether it has, a bool scalar; known once they are computed
+        are_equal: for each variable that has to have the same value on all logical replicas after
+            they have run, whether it has, a bool scalar; set by ``compute``
     """
 
     def __init__(self, context: StepContext, run: Run) -> None:
         """Prepares an update.
 
         Args:
-            context: of the step
+            context: the context of the step
             run: calls a function on each device, with that device's values
         """
         self._context = context
@@ -323,13 +328,13 @@ class LogicalReplicas:
         """Computes all logical replicas.
 
         Args:
-            share: for each device the rows of its logical replicas
+            share: for each device, the rows of its logical replicas
             examples: the number of examples in the global batch
             kept: which of ``output`` and ``batch`` are needed afterwards
 
         Returns:
-            The outputs and batches of each device; the losses and gradients, summed; and by
-            objective the variables of the gradients.
+            Three values: the sums, with the outputs and batches of each device; the sums without
+            them; and the variables of the gradients by objective.
         """
         strategy = self._components.strategy
 
@@ -357,7 +362,8 @@ class LogicalReplicas:
     ) -> tuple[DeviceResult, list[tf.Tensor]]:
         """Computes the logical replicas of one device.
 
-        Also returns the values before them of the variables whose changes are added up.
+        Returns:
+            The results; and for each variable whose changes are added up, its value before.
         """
         context = tf.distribute.get_replica_context()
         device = int(tf.get_static_value(context.replica_id_in_sync_group))
@@ -372,7 +378,7 @@ class LogicalReplicas:
             with (
                 enter_logical_replica(index, leaves),
                 compat.mute_other_summaries(self._context.step, index),
-                tf.name_scope(""),  # a summary's name begins with the name scope
+                tf.name_scope(""),  # the name of a summary begins with the name scope
             ):
                 self.states.assign(index)
                 for entry, value in zip(written, before, strict=True):
@@ -394,7 +400,7 @@ class LogicalReplicas:
     def _collect(
         self, contribution: Contribution, share: Share, before: list[tf.Tensor], examples: int
     ) -> LeafResult:
-        """Returns what a logical replica contributes, after it has run."""
+        """Returns the results of a logical replica after its forward and backward pass."""
         self._structure = (contribution.loss, contribution.gradients, contribution.weight)
         self._piece_structure = (contribution.output, contribution.batch)
         rows = share.rows
@@ -409,7 +415,7 @@ class LogicalReplicas:
                 compared.append(after)
                 continue
             difference = after - value
-            if written.max_stretch is not None:  # a moving statistic, of which the mean is taken
+            if written.max_stretch is not None:  # a moving statistic, which becomes the mean
                 difference *= tf.cast(share_of_rows, difference.dtype)
             differences.append(difference)
         return LeafResult(
@@ -419,13 +425,13 @@ class LogicalReplicas:
         )
 
     def _assign_written(self, before: list[tf.Tensor], differences: list[tf.Tensor]) -> None:
-        """Assigns on one device what all logical replicas together have added to variables."""
+        """Adds the changes that all logical replicas made to variables, on one device."""
         added = [written for written in self._components.written if not written.is_shared]
         for written, value, difference in zip(added, before, differences, strict=True):
             written.variable.assign(value + difference)
 
     def _compare_devices(self, result: DeviceResult) -> list[tf.Tensor]:
-        """Returns for each compared variable whether all devices have the same value."""
+        """Returns, for each compared variable, whether all logical replicas have the same value."""
         strategy = self._components.strategy
         local_results = strategy.experimental_local_results
         with tf.device(strategy.extended.worker_devices[0]):
@@ -436,12 +442,12 @@ class LogicalReplicas:
 
 
 def take_leaf(batch: Batch, examples: int, index: tf.Tensor, leaves: int, first_row: int) -> Share:
-    """Returns the rows of a logical replica out of those of its device.
+    """Takes the rows of a logical replica from the rows of its device.
 
     Args:
         batch: the rows of the device
         examples: the number of examples in the global batch
-        index: of the logical replica
+        index: the index of the logical replica
         leaves: the number of logical replicas
         first_row: the index of the first row of the device in the global batch
     """
@@ -467,7 +473,7 @@ def check_gradients(
     """Returns dense gradients with the static shapes of their variables.
 
     Raises:
-        SetupError: a gradient is sparse, so its rows have no fixed number; the message names the
+        SetupError: a gradient is sparse, so its number of rows is not fixed; the message names the
             variable.
     """
     checked: GradientsByObjective = {}
@@ -484,13 +490,13 @@ def check_gradients(
 
 
 def are_all_equal(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns whether tensors have the same bits, a bool scalar; every NaN equals every other."""
+    """Returns a bool scalar: whether tensors have the same bits. All NaN count as equal."""
     first, *others = map(read_bits, values)
     return tf.reduce_all([tf.constant(True), *(tf.reduce_all(first == bits) for bits in others)])
 
 
 def read_bits(value: tf.Tensor) -> tf.Tensor:
-    """Returns integers that are equal for equal bits, and for every NaN."""
+    """Returns the bits of a tensor as integers to be compared; all NaN give the same integer."""
     encoded = encode_for_sum(value)
     if not encoded.dtype.is_floating:
         return encoded

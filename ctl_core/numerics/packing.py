@@ -1,6 +1,6 @@
-"""Packs tensors into buckets, so that one addition and one exchange serve many of them.
+"""Packs tensors into buckets, so that one addition and one exchange handle many tensors.
 
-A bucket is a vector of one dtype. Packing copies tensors, but changes no bit of them.
+A bucket is a vector of one dtype. Packing copies tensors without changing any bit.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-# The size from which on a bucket gets no further tensor. Larger tensors have a bucket of their own.
+# The maximum size of a bucket with several tensors. A larger tensor gets its own bucket.
 BUCKET_BYTES = 4 * 2**20
 
 
 class Bucket(NamedTuple):
-    """A bucket, before it is packed.
+    """Describes which tensors are packed into a bucket.
 
     Attributes:
-        dtype: of all of its tensors
-        indices: which tensors of the list it holds, in their order
-        sizes: the number of elements of each of them
+        dtype: the dtype of all its tensors
+        indices: the indices of its tensors in the list, in order
+        sizes: the number of elements of each of its tensors
     """
 
     dtype: tf.DType
@@ -35,18 +35,18 @@ class Bucket(NamedTuple):
 
 
 class Packing:
-    """How a list of tensors is packed.
+    """Packs a list of tensors into buckets, and unpacks them.
 
     Attributes:
         buckets: the buckets
     """
 
     def __init__(self, specs: Sequence[tf.TensorSpec], bucket_bytes: int) -> None:
-        """Assigns tensors to buckets, in their order.
+        """Assigns tensors to buckets, in order.
 
         Args:
-            specs: the specifications of the tensors, whose shapes are fixed
-            bucket_bytes: the size from which on a bucket gets no further tensor
+            specs: the specifications of the tensors; all shapes are fixed
+            bucket_bytes: the maximum size in bytes of a bucket with several tensors
         """
         self._shapes = [tuple(spec.shape.as_list()) for spec in specs]
         assigned: list[tuple[tf.DType, list[int]]] = []
@@ -67,7 +67,7 @@ class Packing:
         ]
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the buckets of the tensors, each a vector."""
+        """Packs tensors; returns a vector for each bucket."""
         packed = []
         for bucket in self.buckets:
             vectors = [tf.reshape(tensors[index], [-1]) for index in bucket.indices]
@@ -75,7 +75,7 @@ class Packing:
         return packed
 
     def unpack(self, packed: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the tensors that ``pack`` has packed, in the same order."""
+        """Unpacks the result of ``pack``; returns the tensors in their original order."""
         tensors: dict[int, tf.Tensor] = {}
         for bucket, vector in zip(self.buckets, packed, strict=True):
             pieces = [vector]

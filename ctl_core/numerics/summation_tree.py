@@ -1,10 +1,10 @@
-"""The fixed binary tree along which the values of logical replicas are added up.
+"""Adds up the values of logical replicas along a fixed binary tree.
 
 Floating-point addition is not associative, so a sum has the same bits on any number of devices only
-if its additions are always grouped in the same way. Here they follow one binary tree over the n
-leaves, which are the logical replicas: the left subtree has the largest power of two below n. Each
-device computes a contiguous range of leaves and adds up the subtrees that lie inside its range.
-The roots of these are then added up along the rest of the tree.
+if its additions are always grouped in the same way. Here, they follow one binary tree whose n
+leaves are the logical replicas. The number of leaves in the left subtree is the largest power of
+two below n. Each device computes a contiguous range of leaves and adds up the subtrees inside its
+range. The roots of these subtrees are then added up along the rest of the tree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Subtree(NamedTuple):
-    """A subtree by its leaves.
+    """A subtree, given by its range of leaves.
 
     Attributes:
         start: the index of the first leaf
@@ -45,7 +45,7 @@ def split_leaves(leaves: int, devices: int) -> list[range]:
     """Returns a contiguous range of leaves for each device; sizes differ by at most one.
 
     Args:
-        leaves: the number of leaves, at least as many as there are devices
+        leaves: the number of leaves, at least the number of devices
         devices: the number of devices
     """
     bounds = [leaves * device // devices for device in range(devices + 1)]
@@ -57,7 +57,7 @@ def list_roots(leaves: int, device_leaves: range) -> list[Subtree]:
 
     Args:
         leaves: the number of leaves of the whole tree
-        device_leaves: the range
+        device_leaves: the range of leaves
     """
     return list(_walk_roots(Subtree(0, leaves), device_leaves))
 
@@ -74,11 +74,11 @@ def _walk_roots(subtree: Subtree, device_leaves: range) -> Iterator[Subtree]:
 
 
 def add_up(root: Subtree, find: Callable[[Subtree], T | None], add: Callable[[T, T], T]) -> T:
-    """Adds up a subtree, from left to right.
+    """Returns the sum of a subtree, adding from left to right.
 
     Args:
         root: the subtree
-        find: returns the sum of a subtree; None if it has to be added up from those of its children
+        find: returns the sum of a subtree if it is known; None if its children are to be added
         add: adds two values
     """
     known = find(root)

@@ -1,7 +1,8 @@
-"""Standard output and error that may go away while a run trains.
+"""Lets a run continue when its standard output or standard error can no longer be written.
 
-``./train.sh | head -1`` ends the reader of the output, and the disk under a file may be full.
-Neither may end a training of days, whose log has every line.
+In ``./train.sh | head -1``, the reader of the output ends, and if the output is a file, its disk
+may become full. Neither should end a training run of several days; all lines are still in the log
+of the run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TextIO
 
 
 class DroppableOutput:
-    """A text stream that is dropped once it cannot be written; whoever writes notices nothing."""
+    """A text stream that discards all text once writing fails, without raising an error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -23,7 +24,7 @@ class DroppableOutput:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes a text, if that is possible."""
+        """Writes a text, or discards it if that is impossible."""
         try:
             self._stream.write(text)
         except OSError as error:
@@ -31,32 +32,33 @@ class DroppableOutput:
         return len(text)
 
     def flush(self) -> None:
-        """Flushes what was written, if that is possible."""
+        """Flushes the stream, or discards its content if that is impossible."""
         try:
             self._stream.flush()
         except OSError as error:
             self._drop(error)
 
     def _drop(self, error: OSError) -> None:
-        """Sends everything that this process still writes there, C++ included, to nowhere."""
+        """Discards everything that this process writes there from now on, including C++ code."""
         number = self._stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)
         os.close(nowhere)
         with contextlib.suppress(OSError):
-            self._stream.flush()  # what is still in its buffer
+            self._stream.flush()  # discards the text that is still in its buffer
         logging.getLogger("ctl_core").warning(
-            "%s cannot be written to (%s); only this log goes on",
+            "%s cannot be written to (%s); from now on, only this log is written",
             self._stream.name.strip("<>"),
             error.strerror,
         )
 
 
 def keep_outputs() -> None:
-    """Makes this process go on when its outputs are closed, or closed when it starts.
+    """Lets this process continue when its outputs are closed, now or later.
 
-    Files that are opened would otherwise get the numbers of the outputs, and C++ would write its
-    messages into them.
+    If an output is closed when the process starts, it is replaced by the null device. Otherwise,
+    the next file that is opened would get its file descriptor, and C++ code would write its
+    messages into that file.
     """
     for number in (0, 1, 2):
         try:
@@ -68,7 +70,7 @@ def keep_outputs() -> None:
 
 
 def _wrap(stream: TextIO | None, number: int) -> Any:
-    """Returns a stream that may be dropped; Python has None for one that was closed."""
+    """Returns a ``DroppableOutput``; ``stream`` is None if it was closed when Python started."""
     if stream is None:
         stream = os.fdopen(number, "w", closefd=False)
     return DroppableOutput(stream)

@@ -1,4 +1,4 @@
-"""The global state of TensorFlow and Keras that a run changes, and that is restored after it."""
+"""Sets the global state of TensorFlow and Keras for a run, and restores it afterwards."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from ctl_core.hooks.recording import record_nothing
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.run.settings import Config
 
-# Keras' dtype policy outside of the run that is being built or trained; None: there is no run.
+# Keras' dtype policy outside the run that is being built or trained; None if there is no run.
 _policy_outside: keras.DTypePolicy | None = None
 
 
@@ -20,8 +20,8 @@ _policy_outside: keras.DTypePolicy | None = None
 def leave_run() -> Iterator[None]:
     """Lets a hook use another run as if its own run did not exist, and then restores everything.
 
-    Inside the context, Keras' dtype policy and its names of objects are as they are outside of any
-    run, and no variable or layer is recorded. Afterwards, these are as they were before:
+    Inside the context, Keras' dtype policy and its names of objects are as they are outside any
+    run, and no variable or layer is recorded. When the context ends, the following are restored:
 
     - the dtype policy, the names, and the generator of ``keras.random``
     - the random numbers of Python, NumPy and TensorFlow
@@ -55,7 +55,7 @@ def leave_run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_tensor_float_32() -> Iterator[None]:
-    """Restores afterwards whether a GPU may round factors of matrix products to TF32."""
+    """Restores, when the context ends, whether a GPU may round matrix factors to TF32."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     try:
         yield
@@ -67,7 +67,8 @@ def keep_tensor_float_32() -> Iterator[None]:
 def prepare_process(config: Config) -> Iterator[None]:
     """Sets up Keras and TensorFlow for a run, which then trains as in a new process.
 
-    Afterwards they are as before, even if a hook has set another dtype policy; see ``leave_run``.
+    When the context ends, their state is restored, even if a hook has set another dtype policy; see
+    ``leave_run``.
     """
     global _policy_outside
     with leave_run():
@@ -78,7 +79,8 @@ def prepare_process(config: Config) -> Iterator[None]:
         if config.deterministic or config.logical_replicas is not None:
             tf.config.experimental.enable_op_determinism()
         if config.logical_replicas is not None:
-            # In TF32, a GPU may choose other kernels for the same shapes, which round differently.
+            # With TF32, a GPU may choose another kernel for the same shapes, which rounds
+            # differently.
             tf.config.experimental.enable_tensor_float_32_execution(False)
         with (
             compat.separate_losses(),
