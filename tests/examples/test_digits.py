@@ -54,6 +54,33 @@ def test_example_is_trained_killed_resumed_and_served(cli: Cli, tmp_path: Path, 
         assert_draws_by_the_average(tmp_path / "runs" / "whole", inputs["noise"])
 
 
+@pytest.mark.slow
+def test_default_project_has_the_same_bits_on_any_number_of_devices(
+    cli: Cli, tmp_path: Path
+) -> None:
+    """Max-pooling makes of one rounding another gradient, so this would show the smallest one."""
+    flags = ("--batch-size", "32", "--limit-eval", "2", "--logical-replicas", "6")
+    example = Example("digits", cli, tmp_path, *flags)
+    for devices in ("1", "2", "3", "5"):
+        example.train(f"on-{devices}", "--virtual-devices", devices)
+    example.train("resumed", "--virtual-devices", "5", "--steps", "3")
+    example.train("resumed", "--virtual-devices", "2")
+    expected = example.numbers("on-1")
+    evaluations = read_evaluations(tmp_path / "runs" / "on-1")
+    for run in ("on-2", "on-3", "on-5", "resumed"):
+        numbers = example.numbers(run)
+        assert numbers.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(numbers[name], value, err_msg=f"{run}: {name}")
+        assert read_evaluations(tmp_path / "runs" / run) == evaluations
+
+
+def read_evaluations(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's evaluations."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    return [line for line in lines if line["split"] == "eval"]
+
+
 def assert_frechet(run: Path) -> None:
     """The metric is what NumPy makes of the held-out digits and the images that are predicted."""
     with np.load(run.parents[1] / "data" / "digits.npz") as file:
