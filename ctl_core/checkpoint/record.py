@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -10,8 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict
-from pydantic.dataclasses import dataclass
+from pydantic import ConfigDict, TypeAdapter
 
 from ctl_core import __version__
 from ctl_core.run.errors import SetupError
@@ -33,7 +33,7 @@ class Damaged(RuntimeError):
     """A part of a checkpoint cannot be read."""
 
 
-@dataclass(config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=True))
+@dataclasses.dataclass
 class Record:
     """The values of a checkpoint that are not tensors.
 
@@ -60,6 +60,8 @@ class Record:
         format: the ``FORMAT`` of the engine that wrote the record
         engine: the version of that engine
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: int
     input: dict[str, Any]
@@ -171,7 +173,7 @@ def read_record(folder: Path, step: int) -> Record:
                 f"{content.get('engine', '0.3')}, and {__version__} cannot resume from them; begin "
                 f"another run with their weights: --init-from {relative_path(folder.parent)}."
             )
-        record = Record(**content)
+        record = _create_reader().validate_json(json.dumps(content), strict=True)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged("its record cannot be read") from error
     if record.step != step:
@@ -179,6 +181,12 @@ def read_record(folder: Path, step: int) -> Record:
     if record.sizes and measure_files(folder, step) != record.sizes:
         raise Damaged("a file of it is not whole")
     return record
+
+
+@functools.cache
+def _create_reader() -> TypeAdapter[Record]:
+    """Returns what checks the types of a record; a run that does not resume needs none."""
+    return TypeAdapter(Record)
 
 
 def is_whole(folder: Path, step: int) -> bool:

@@ -58,10 +58,7 @@ class Progress:
         Raises:
             ValueError: a field is unknown, or of another type.
         """
-        return _PROGRESS.validate_json(json.dumps(fields), strict=True)
-
-
-_PROGRESS = TypeAdapter(Progress)
+        return TypeAdapter(Progress).validate_json(json.dumps(fields), strict=True)
 
 
 def check_hook_state(values: dict[str, Any], where: str) -> None:
