@@ -78,8 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         code, text = _describe_failure(error)
-        # The supervisor reports a lost peer itself, and knows which one it was and how it ended.
         background.tell_failure(f"error: {text}")
+        # The supervisor reports a lost peer itself, and knows which one it was and how it ended.
         is_reported = is_supervised and isinstance(error, PeerLost)
         if debug or not is_reported:
             print(f"error: {text}", file=sys.stderr, flush=True)

@@ -594,14 +594,24 @@ def apply_updates(
     updates: Updates,
 ) -> None:
     """Lets optimizers apply the updates; in float16 only if all gradients are finite."""
+    # The gradients are the same on all replicas, so the decision is one for all of them.
+    gradients = tf.nest.flatten(summed.gradients)
+    _apply_if_finite(
+        context,
+        partial(apply_on_devices, context, variables, updates),
+        [replicas.get_local_results(value)[0] for value in gradients],
+    )
+
+
+def _apply_if_finite(
+    context: StepContext, apply: Callable[[], None], gradients: list[tf.Tensor]
+) -> None:
+    """Applies an update; with a loss scale only if the gradients are finite, and adjusts it."""
     loss_scale = context.components.loss_scale
-    apply = partial(apply_on_devices, context, variables, updates)
     if loss_scale is None:
         apply()
         return
-    # The gradients are the same on all replicas, so the decision is one for all of them.
-    gradients = tf.nest.flatten(summed.gradients)
-    is_finite = are_finite([replicas.get_local_results(value)[0] for value in gradients])
+    is_finite = are_finite(gradients)
     tf.cond(is_finite, apply, lambda: None)
     loss_scale.adjust(is_finite)
 
@@ -651,13 +661,7 @@ def apply_on_replica(
     if not any(variables.values()):
         return
     apply = partial(apply_on_device, context, number, variables, updates.applied, updates.skips)
-    loss_scale = context.components.loss_scale
-    if loss_scale is None:
-        apply()
-        return
-    is_finite = are_finite(tf.nest.flatten(summed.gradients))
-    tf.cond(is_finite, apply, lambda: None)
-    loss_scale.adjust(is_finite)
+    _apply_if_finite(context, apply, tf.nest.flatten(summed.gradients))
 
 
 def apply_on_device(

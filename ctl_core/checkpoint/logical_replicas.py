@@ -6,7 +6,7 @@ therefore keeps the number of threads of its first start, on every machine.
 
 import dataclasses
 
-from ctl_core.checkpoint.record import Damaged, Record, read_record
+from ctl_core.checkpoint.record import Record, read_complete_records
 from ctl_core.checkpoint.source import Source
 from ctl_core.cluster.task import count_cores
 from ctl_core.run.errors import SetupError
@@ -27,24 +27,13 @@ def settle_logical_replicas(config: Config, source: Source | None) -> Config:
     Raises:
         SetupError: the run was begun with another number of logical replicas or of threads.
     """
-    record = _read_newest(source)
-    if record is not None and source is not None and source.setting == "run_name":
-        config = _take_from_record(config, record, relative_path(source.run))
+    if source is not None and source.setting == "run_name":
+        record = next(read_complete_records(source.folder), None)
+        if record is not None:
+            config = _take_from_record(config, record, relative_path(source.run))
     if config.logical_replicas is None or config.intra_op_threads is not None:
         return config
     return dataclasses.replace(config, intra_op_threads=count_cores())
-
-
-def _read_newest(source: Source | None) -> Record | None:
-    """Returns the newest record that can be read; None if there is none."""
-    if source is None:
-        return None
-    for step in source.find_steps():
-        try:
-            return read_record(source.folder, step)
-        except Damaged:
-            continue
-    return None
 
 
 def _take_from_record(config: Config, record: Record, run: str) -> Config:

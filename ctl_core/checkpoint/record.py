@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,8 +105,9 @@ def list_names(folder: Path) -> list[str]:
 
 def find_user_part(folder: Path, step: int) -> Path:
     """Returns the prefix of the user's files of a checkpoint, for any prefix of the manager."""
-    for path in folder.glob(f"*-{step}.index"):
-        return path.with_suffix("")
+    for name in list_names(folder):
+        if name.endswith(".index") and _find_step(_USER_FILE, name) == step:
+            return folder / name.removesuffix(".index")
     raise Damaged("a file of it is gone")
 
 
@@ -187,6 +190,17 @@ def read_record(folder: Path, step: int) -> Record:
 def _create_reader() -> TypeAdapter[Record]:
     """Returns what checks the types of a record; a run that does not resume needs none."""
     return TypeAdapter(Record)
+
+
+def read_complete_records(folder: Path) -> Iterator[Record]:
+    """Reads the records of a folder of checkpoints, newest first; leaves out damaged ones.
+
+    Raises:
+        SetupError: another version of the engine wrote one, see ``read_record``.
+    """
+    for step in list_saved_steps(folder):
+        with contextlib.suppress(Damaged):
+            yield read_record(folder, step)
 
 
 def is_whole(folder: Path, step: int) -> bool:

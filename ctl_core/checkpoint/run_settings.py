@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
-from ctl_core.checkpoint.record import Damaged, list_saved_steps, read_record
+from ctl_core.checkpoint.record import read_complete_records
 from ctl_core.run.errors import SetupError, make_line
 from ctl_core.run.files import relative_path
 from ctl_core.run.layers import Layer, parse_settings, read_file
@@ -69,15 +70,12 @@ def _find_missing(
 def _read_recorded(run: Path) -> Layer | None:
     """Returns the settings in the newest complete checkpoint; None if there are none."""
     folder = run / "ckpt"
-    for step in list_saved_steps(folder):
-        try:
-            record = read_record(folder, step)
-        except (Damaged, SetupError):
-            continue
-        if not record.settings:
-            return None
-        where = relative_path(folder / "engine" / f"ckpt-{step}.json")
-        values = parse_settings(record.settings, where)
-        known = {name: value for name, value in values.items() if name in SETTINGS}
-        return Layer(known, f"{where}: ")
-    return None
+    record = None
+    with contextlib.suppress(SetupError):  # of an engine that did not record settings
+        record = next(read_complete_records(folder), None)
+    if record is None or not record.settings:
+        return None
+    where = relative_path(folder / "engine" / f"ckpt-{record.step}.json")
+    values = parse_settings(record.settings, where)
+    known = {name: value for name, value in values.items() if name in SETTINGS}
+    return Layer(known, f"{where}: ")

@@ -6,13 +6,12 @@ run that ``fork`` names.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from pathlib import Path
 from typing import Literal
 
-from ctl_core.checkpoint.record import Damaged, list_saved_steps, read_record
+from ctl_core.checkpoint.record import list_saved_steps, read_complete_records
 from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import relative_path
@@ -67,11 +66,9 @@ class Source:
         """
         if self.setting != "run_name":
             return None
-        for step in self.find_steps():
-            with contextlib.suppress(Damaged):
-                compiled = read_record(self.folder, step).compiled
-                if compiled is not None:
-                    return compiled
+        for record in read_complete_records(self.folder):
+            if record.compiled is not None:
+                return record.compiled
         return read_run_settings(self.run).values.get("jit_compile") is True
 
 

@@ -91,7 +91,10 @@ def start(argv: Sequence[str], folder: Path) -> int:
     os.close(write_end)
     try:
         with os.fdopen(read_end, "rb") as pipe:
-            message = pipe.read()  # returns when all processes have closed the other end
+            # A supervisor, and what a hook has forked, may hold the other end until training ends.
+            message = pipe.read(1)
+            if message != _STEP:
+                message += pipe.read()
         if message == _STEP:
             print(
                 f"process {process.pid} trains {shown}: tail -f {shown}/train.log; "
