@@ -290,3 +290,20 @@ def test_run_that_cannot_start_in_the_background_says_so(
     done = train(**named)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "others/c: there was nothing left to train; see others/c/train.log\n"
+
+
+@pytest.mark.slow
+def test_cluster_in_the_background_is_left_at_its_first_step(
+    digits: Path, tmp_path: Path, run: Run
+) -> None:
+    """Its supervisor goes on as long as it trains, and must not keep the command waiting."""
+    project = tmp_path / "project"
+    shutil.copytree(digits, project)
+    words = ["--run-name=w", "--workers=2", "--steps=100000", "--background"]
+    run(project / "train.sh", *words, cwd=project, VENV=sys.prefix)
+    pid = project / "runs" / "w" / "pid"
+    os.kill(int(pid.read_text()), signal.SIGTERM)
+    while pid.exists():
+        time.sleep(0.1)
+    log = (project / "runs" / "w" / "train.log").read_text()
+    assert log.count("stopped by SIGTERM, saved; goes on") == 1
