@@ -264,7 +264,8 @@ def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run)
     while is_running(pid):
         time.sleep(0.1)
     assert log.read_text().count("stopped by SIGTERM, saved; goes on") == 1
-    steps = re.findall(r"INFO step (\S+)", log.read_text())
+    # On a slow machine, a step may have a line without values before its line with values.
+    steps = re.findall(r"INFO (step .*)", log.read_text())
     assert len(steps) == len(set(steps)) and "\nstep " not in log.read_text()
     assert not (folder / "pid").exists()
 
