@@ -25,7 +25,8 @@ from ctl_core.checkpoint.retention import prepare_list
 from ctl_core.cluster.replica_contexts import LoneReplica
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
-from ctl_core.evaluation.evaluate import Evaluation, add_batch, create_evaluation
+from ctl_core.evaluation.evaluate import Evaluation, create_evaluation
+from ctl_core.evaluation.step import add_batch
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.hooks.optimizer_groups import OptimizerGroups, is_pairs
@@ -70,7 +71,6 @@ from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, format_error
 from ctl_core.run.settings import SETTINGS, Config
 from ctl_core.session.run import Run
-from ctl_core.step import call_update_pre
 from ctl_core.types import (
     Batch,
     BatchSpec,
@@ -81,6 +81,7 @@ from ctl_core.types import (
     Variable,
     VariablesByObjective,
 )
+from ctl_core.update import call_update_pre
 
 
 def create_state(

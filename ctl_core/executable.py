@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from ctl_core.compat import add_called_ops, list_gpu_ops, lower
+from ctl_core.cluster.replica_contexts import forbid_exchanges
+from ctl_core.compat import GraphWriter, add_called_ops, list_gpu_ops, lower
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.components import Components
 from ctl_core.model.failures import find_line
-from ctl_core.run.errors import format_error
+from ctl_core.run.errors import NotCompilable, format_error
 from ctl_core.types import GraphFunction, Structure
 
 # The op type of the inputs of a graph.
@@ -22,6 +24,12 @@ _INPUT = "Placeholder"
 _LOWERING_FAILED = "ValueError: Failed getting HLO text: '"
 _NODE = re.compile(r"\{\{node ([^{}]+)\}\}")
 _CUDNN_CURE = "; create its layer with use_cudnn=False, and it can"
+
+
+NOT_COMPILABLE = (
+    "jit_compile compiles no tf.summary and no exchange of replicas; leave that out, or train with "
+    "--no-jit-compile"
+)
 
 
 class Executable:
@@ -108,3 +116,19 @@ def describe_failure(error: Exception, graph: tf.Graph, hooks: Hooks) -> str:
             if op.name == named[1]:
                 return f"{describe_op(op, hooks)} ({reason})"
     return f"the step cannot be compiled ({reason})"
+
+
+@contextlib.contextmanager
+def forbid_uncompilable() -> Iterator[None]:
+    """Refuses summaries, and exchanges of replicas, in the executable of a replica.
+
+    Raises:
+        NotCompilable: the code in the ``with`` block writes a summary or exchanges a value.
+    """
+    with forbid_exchanges(NOT_COMPILABLE), GraphWriter(refuse_to_compile).as_default():
+        yield
+
+
+def refuse_to_compile(*_: Any, **__: Any) -> None:
+    """Refuses anything that XLA cannot compile, whatever the arguments are."""
+    raise NotCompilable(NOT_COMPILABLE)

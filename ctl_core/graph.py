@@ -5,7 +5,7 @@ name.
 
 In a compiled run on a single replica, a step is one XLA executable, and so are many steps whose
 batches are read at once (see input/prefetch.py). The sum over several replicas cannot be part of an
-executable: there, step.py makes executables of what each replica does before the sum and after it.
+executable: there, each replica has two, made by step.py before the sum and by update.py after it.
 compilation.py decides whether a run is compiled.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.compat import GraphWriter, add_called_ops
-from ctl_core.executable import Executable
+from ctl_core.executable import Executable, refuse_to_compile
 from ctl_core.hooks.recording import read_flags
 from ctl_core.input.batches import BatchShape
 from ctl_core.input.prefetch import count_batches
@@ -33,7 +33,7 @@ from ctl_core.numerics.not_finite import FiniteFlags, combine_flags
 from ctl_core.numerics.reduction import PIECES, join_for_host
 from ctl_core.run.errors import CompilationFailed, RunError
 from ctl_core.run.files import relative_path
-from ctl_core.step import GlobalBatch, StepResult, refuse_to_compile, strip_objective, train_step
+from ctl_core.step import GlobalBatch, StepResult, strip_objective, train_step
 from ctl_core.types import Batch, BatchSpec, Count, PerReplica, Structure
 
 # A function that TensorFlow has traced, or traces when it is called; its attributes are its own.

@@ -33,7 +33,7 @@ from ctl_core.commands.observation import (
     read_evaluation,
     read_step,
 )
-from ctl_core.evaluation.evaluate import EvaluationSet
+from ctl_core.evaluation.sets import EvaluationSet
 from ctl_core.graph import StepFunctions, begin_reading
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.components import Compilation

@@ -22,7 +22,7 @@ from ctl_core.cluster.task import Task
 from ctl_core.commands.check_console import CheckConsole
 from ctl_core.commands.differences import Measurement, describe_differences, find_differences
 from ctl_core.commands.observation import ExtraLossHook, NoisySteps, Observer
-from ctl_core.evaluation.evaluate import EvaluationSet
+from ctl_core.evaluation.sets import EvaluationSet
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
 from ctl_core.run.errors import CtlError, RunError, SetupError, format_error

@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from ctl_core.commands.compare_graphs import find_difference
 from ctl_core.compat import add_called_ops
-from ctl_core.evaluation.evaluate import define_run_steps
+from ctl_core.evaluation.step import define_run_steps
 from ctl_core.graph import StepFunctions
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.state import State

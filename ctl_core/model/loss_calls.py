@@ -34,7 +34,7 @@ _COLLECTIVES = [
 ]
 _METRICS = str(Path(ENGINE, "model", "metrics.py"))
 _MODEL = str(Path(ENGINE, "model", "forward.py")), "call_model"
-_OPTIMIZER = str(Path(ENGINE, "step.py")), "apply_on_devices"
+_OPTIMIZER = str(Path(ENGINE, "update.py")), "apply_on_devices"
 
 # A call of a stack: file, line and function.
 Call = tuple[str, int, str]

@@ -14,7 +14,7 @@ LAYERS = """
     cluster numerics data
     hooks input
     model
-    executable step graph compilation schedule
+    executable update step graph compilation schedule
     evaluation checkpoint
     session
     build trainer

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.evaluation.criteria import read_criteria
-from ctl_core.evaluation.evaluate import find_wrong_name
+from ctl_core.evaluation.sets import find_wrong_name
 from ctl_core.run.settings import Config
 from tests.golden import small
 from tests.helpers.cases import (

@@ -1,0 +1,162 @@
+"""The sets of evaluation data, and their metrics, as ``create_eval_dataset`` returns them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl_core.compat import is_shuffle, list_stages
+from ctl_core.hooks.hooks import Hook
+from ctl_core.input.batches import has_varying_widths
+from ctl_core.input.caches import refuse_unfinished_caches
+from ctl_core.input.prefetch import read_ahead
+from ctl_core.input.readers import open_reader
+from ctl_core.input.sharing import may_have_rows, reject_elements
+from ctl_core.model.components import Components
+from ctl_core.model.copies import ReplicaCopies
+from ctl_core.numerics.randomness import keep_seeds
+from ctl_core.run.listeners import FILE, RESERVED
+from ctl_core.run.settings import Config
+from ctl_core.types import BatchSpec, GraphFunction
+
+# The name of the evaluation data if ``create_eval_dataset`` returns no dict.
+SINGLE_SET = ""
+
+
+@dataclasses.dataclass
+class EvaluationSet:
+    """A set of evaluation data with its metrics, and the graph function that updates them.
+
+    Attributes:
+        make: returns the dataset, which has the same elements in the same order each time
+        spec: the specification of its elements
+        metrics: the metrics of ``create_metrics`` by name
+        total: the sum of the losses, in float64
+        examples: the number of examples that the loss is divided by, or their weight, in float64
+        exchanges: whether replicas exchange values while they evaluate a batch
+        run_steps: evaluates batches, see ``define_run_steps``; None before it is traced
+        copies: of the variables that the evaluation writes; None before it is traced
+        batches: counts the batches, if there are logical replicas
+        written: the other variables that logical replicas write
+        names: the names of the metrics' values, once the metrics are built
+    """
+
+    make: Callable[[], tf.data.Dataset]
+    spec: BatchSpec
+    metrics: dict[str, keras.Metric]
+    total: keras.Metric
+    examples: keras.Metric
+    exchanges: bool = False
+    run_steps: GraphFunction | None = None
+    copies: ReplicaCopies | None = None
+    batches: keras.metrics.Metric | None = None
+    written: list[tf.Variable] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def accumulators(self) -> list[keras.Metric]:
+        """The metrics and sums that are reset before each evaluation."""
+        if self.batches is None:
+            return self.sums
+        return [*self.sums, self.batches]
+
+    @property
+    def sums(self) -> list[keras.Metric]:
+        """The metrics and sums that logical replicas add to."""
+        return [*self.metrics.values(), self.total, self.examples]
+
+
+def find_wrong_name(metrics: dict[str, keras.Metric]) -> str | None:
+    """Returns which name of a metric cannot be used, and why; None if all can.
+
+    In metrics.jsonl, names stand beside the keys in ``RESERVED``.
+    """
+    names_by_metric: dict[int, str] = {}
+    for name, metric in metrics.items():
+        if not name or not name.isprintable():
+            return f"names a metric {name!r}; give it a name of printable characters."
+        if name in RESERVED:
+            return f"names a metric '{name}', which each line of {FILE} has; give it another name."
+        other = names_by_metric.setdefault(id(metric), name)
+        if other != name:
+            return f"returned one metric as '{other}' and as '{name}'; create one for each name."
+    return None
+
+
+class EvaluationData:
+    """Reads the evaluation data of ``create_eval_dataset``."""
+
+    def __init__(self, components: Components, config: Config, hook: Hook) -> None:
+        """``hook`` is ``create_eval_dataset``."""
+        self._components = components
+        self._config = config
+        self._hook = hook
+        self._batch_size = config.eval_batch_size or components.shape.batch
+
+    def call_hook(self) -> dict[str, Any]:
+        """Calls ``create_eval_dataset``, with the same seed each time.
+
+        Returns:
+            By name the datasets, or other objects to read; a single one is under ``SINGLE_SET``.
+        """
+        size = self._batch_size
+        if not self._components.shape.by_rows:  # each element is the share of a replica
+            size = max(1, size // self._components.shape.replicas)
+        with keep_seeds():
+            keras.utils.set_random_seed(self._config.seed)
+            returned = self._hook(global_batch_size=size, per_replica_batch_size=size)
+        if isinstance(returned, dict):
+            return returned
+        return {SINGLE_SET: returned}
+
+    def create_set(self, name: str, returned: Any) -> EvaluationSet:
+        """Creates the set of a dataset, or of another object, that the hook has returned."""
+        hook = self._hook
+        if name != SINGLE_SET:
+            hook = dataclasses.replace(hook, name=f"{hook.name}['{name}']")
+        reader = open_reader(hook, returned, lambda: self.call_hook()[name])
+        if reader is not None:
+            returned = reader.read(goes_on=False)
+        spec = returned.element_spec
+        if self._components.shape.by_rows and not may_have_rows(spec):
+            raise reject_elements(hook, spec)
+        dataset = self._prepare(hook, returned)
+        refuse_unfinished_caches(hook, dataset)
+        is_shuffled = any(map(is_shuffle, list_stages(dataset)))
+
+        def make() -> tf.data.Dataset:
+            if is_shuffled:  # each pass over the same dataset would have another order
+                return self._prepare(hook, self.call_hook()[name])
+            return dataset
+
+        total = keras.metrics.Sum("loss", dtype="float64")
+        examples = keras.metrics.Sum("examples", dtype="float64")
+        create_metrics = self._components.hooks.create_metrics
+        metrics = create_metrics()
+        problem = find_wrong_name(metrics)
+        if problem is not None:
+            raise create_metrics.reject(problem)
+        batches = None
+        if self._components.shape.logical_replicas is not None:
+            batches = keras.metrics.Sum("batches", dtype="int64")
+        return EvaluationSet(make, dataset.element_spec, metrics, total, examples, batches=batches)
+
+    def _prepare(self, hook: Hook, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns one pass over a dataset in global batches.
+
+        Raises:
+            SetupError: the dataset is endless.
+        """
+        if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise hook.reject(
+                "returned an endless dataset, so an evaluation would never end; leave out repeat()."
+            )
+        if self._components.shape.by_rows and not has_varying_widths(dataset.element_spec):
+            dataset = dataset.rebatch(self._batch_size, drop_remainder=False)
+        if self._config.limit_eval is not None:
+            dataset = dataset.take(self._config.limit_eval)
+        return read_ahead(dataset, for_long=False)

@@ -1,0 +1,258 @@
+"""Adds a batch of an evaluation to the metrics and sums of its set, in a graph.
+
+Replicas take the same shares of a batch as in training. A replica that has no rows of the last
+batch computes on a placeholder, which counts nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from ctl_core.cluster.collectives import (
+    all_reduce,
+    count_local_replicas,
+    find_offset_in_share,
+    place_rows,
+)
+from ctl_core.cluster.replica_contexts import enter_logical_replica, weigh_by_rows
+from ctl_core.compat import get_seed_generator, run_layers, run_replica
+from ctl_core.evaluation.sets import EvaluationSet
+from ctl_core.input.batches import (
+    Share,
+    add_to_digest,
+    count_rows,
+    distribute_shares,
+    find_first_replica,
+    take_share,
+)
+from ctl_core.model.components import Components, ForwardContext, TraceContext
+from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
+from ctl_core.model.logical_replicas import (
+    EVALUATION,
+    DeviceResult,
+    GeneratorStates,
+    LeafResult,
+    LeafSum,
+)
+from ctl_core.model.metrics import update_if, update_metrics
+from ctl_core.numerics.variables import unwrap
+from ctl_core.types import Batch, Count, GraphFunction, PerReplica
+
+
+class EvaluationProgress(NamedTuple):
+    """How far the steps of a graph call have come.
+
+    Attributes:
+        has_more: whether there may be more batches, a bool scalar
+        digest: a checksum of the batches, an int64 scalar, which is the same on all processes if
+            these read the same data; 0 if there is a single process
+    """
+
+    has_more: tf.Tensor
+    digest: tf.Tensor
+
+
+def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> GraphFunction:
+    """Defines the graph function that adds batches to the metrics and sums of a set.
+
+    Its arguments are an iterator, and the most batches to add, an int64 scalar. It returns an
+    ``EvaluationProgress``.
+    """
+    step = EvaluationStep(components, evaluation_set)
+    iterator_spec = tf.data.IteratorSpec(evaluation_set.spec)
+    signature = [iterator_spec, tf.TensorSpec([], tf.int64)]
+
+    @tf.function(autograph=False, input_signature=signature)
+    def run_steps(iterator: tf.data.Iterator, steps: tf.Tensor) -> EvaluationProgress:
+        def take_next(done: tf.Tensor, _: tf.Tensor, digest: tf.Tensor) -> Any:
+            return done + 1, *step.take(iterator, digest)
+
+        start = (tf.constant(0, tf.int64), tf.constant(True), tf.constant(0, tf.int64))
+        _, has_more, digest = tf.while_loop(
+            lambda done, has_more, _: (done < steps) & has_more, take_next, start
+        )
+        return EvaluationProgress(has_more, digest)
+
+    return run_steps
+
+
+class EvaluationStep:
+    """Adds one batch to the metrics and sums of a set, in a graph."""
+
+    def __init__(self, components: Components, evaluation_set: EvaluationSet) -> None:
+        self._components = components
+        self._set = evaluation_set
+        self._local_replicas = count_local_replicas(components.strategy)
+        self._has_peers = components.shape.replicas > self._local_replicas
+        self._seed_generator = get_seed_generator()
+
+    def take(self, iterator: tf.data.Iterator, digest: tf.Tensor) -> EvaluationProgress:
+        """Draws a batch and adds it, if there is one.
+
+        Args:
+            iterator: reads the batches
+            digest: the checksum of the batches before
+        """
+        drawn = iterator.get_next_as_optional()
+        has_batch = drawn.has_value()
+        return tf.cond(  # type: ignore[no-any-return]
+            self._have_all(has_batch),
+            lambda: self._add_global_batch(drawn.get_value(), digest),
+            # Processes of which only some have a batch end with different checksums.
+            lambda: EvaluationProgress(tf.constant(False), digest + tf.cast(has_batch, tf.int64)),
+        )
+
+    def _have_all(self, has_batch: tf.Tensor) -> tf.Tensor:
+        """Returns whether every process has a batch, if they exchange values in a step.
+
+        Otherwise, a process with a batch would wait forever for one without.
+        """
+        if not (self._set.exchanges and self._has_peers):
+            return has_batch
+        strategy = self._components.strategy
+        count = strategy.run(all_reduce, (tf.cast(has_batch, tf.int64),))
+        return strategy.experimental_local_results(count)[0] == self._components.shape.replicas
+
+    def _add_global_batch(self, batch: Batch, digest: tf.Tensor) -> EvaluationProgress:
+        if self._components.shape.logical_replicas is not None:
+            self._add_logical_replicas(batch)
+            return EvaluationProgress(tf.constant(True), digest)
+        strategy = self._components.strategy
+        first = find_first_replica(strategy)
+        shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
+        strategy.run(self._add_share, args=tuple(distribute_shares(strategy, shares)))
+        if self._has_peers:  # which should read the same batches
+            with tf.device("CPU:0"):
+                digest = add_to_digest(digest, batch)
+        return EvaluationProgress(tf.constant(True), digest)
+
+    def _add_logical_replicas(self, batch: Batch) -> None:
+        """Adds the shares of all logical replicas, along the same tree on any devices."""
+        components = self._components
+        strategy = components.strategy
+        leaf_sum = LeafSum(components.shape.shares, components.shape.replicas)
+        sums = [unwrap(variable) for metric in self._set.sums for variable in metric.variables]
+
+        def run_device(batch: Batch) -> tuple[DeviceResult, list[tf.Tensor]]:
+            context = tf.distribute.get_replica_context()
+            device = int(tf.get_static_value(context.replica_id_in_sync_group))
+            before = [variable.read_value() for variable in sums]
+            return leaf_sum.compute(device, self._define_leaf(batch, sums)), before
+
+        def finish(before: list[tf.Tensor], totals: list[tf.Tensor]) -> None:
+            for variable, value, total in zip(sums, before, totals, strict=True):
+                variable.assign(value + total)
+            assert self._set.batches is not None
+            self._set.batches.update_state(1)
+
+        result, before = strategy.run(run_device, args=(batch,))
+
+        def run(function: Callable[..., Any], *values: PerReplica) -> PerReplica:
+            return strategy.run(function, args=values)
+
+        totals = leaf_sum.finish(strategy, run, result.roots)
+        strategy.run(finish, args=(before, totals))
+
+    def _define_leaf(
+        self, batch: Batch, sums: list[tf.Variable]
+    ) -> Callable[[tf.Tensor], LeafResult]:
+        """Returns the function that computes a logical replica's share of a batch on a device.
+
+        Args:
+            batch: the global batch
+            sums: the variables of metrics, which are 0 before each logical replica
+        """
+        components = self._components
+        leaves = components.shape.shares
+        written = self._set.written
+        values_before = [variable.read_value() for variable in written]
+        assert self._set.batches is not None
+        number = self._set.batches.result()
+        step = components.step_variable.read_value()
+        states = GeneratorStates(components, EVALUATION, step, number)
+
+        def compute(index: tf.Tensor) -> LeafResult:
+            with enter_logical_replica(index, leaves):
+                states.assign(index)
+                for variable in sums:
+                    variable.assign(tf.zeros_like(variable))
+                for variable, value in zip(written, values_before, strict=True):
+                    variable.assign(value)
+                share = self._take_share(batch, index)
+                self._add_share(*share)
+                results = [variable.read_value() for variable in sums]
+                for variable, value in zip(written, values_before, strict=True):
+                    variable.assign(value)
+            return LeafResult(results, [], [])
+
+        return compute
+
+    def _take_share(self, batch: Batch, replica: Count) -> Share:
+        """Returns the share of a replica; a batch that is a share already goes to the first one."""
+        shape = self._components.shape
+        replicas = shape.logical_replicas or shape.replicas
+        if shape.by_rows or replicas == 1:
+            return take_share(batch, count_rows(batch), replica, replicas, replicas)
+        is_first = tf.equal(replica, 0)
+        return Share(batch, rows=tf.cast(is_first, tf.int32), present=is_first)
+
+    def _add_share(
+        self,
+        batch: Batch,
+        rows: tf.Tensor | None,
+        present: tf.Tensor | None,
+        together: tf.Tensor | None,
+    ) -> None:
+        """Adds the share of one replica, on that replica; see ``batches.Share``."""
+        if present is not None:  # a tensor out of a tf.cond has no device to reduce to
+            batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+        def find_offset() -> tf.Tensor:
+            return find_offset_in_share(self._components.count_examples(batch), together)
+
+        with (
+            run_replica(self._seed_generator),
+            weigh_by_rows(rows, present, together),
+            place_rows(find_offset),
+            run_layers(training=False),
+        ):
+            add_batch(TraceContext(self._components), self._set, batch, present)
+
+
+def add_batch(
+    context: ForwardContext,
+    evaluation_set: EvaluationSet,
+    batch: Batch,
+    present: tf.Tensor | None,
+) -> None:
+    """Adds the batch of one replica to the metrics and sums of a set.
+
+    Args:
+        context: of the evaluation
+        evaluation_set: the set that the batch is from
+        batch: the batch; a placeholder counts nowhere
+        present: whether the batch is no placeholder, a bool scalar; None if that is certain
+    """
+    hooks = context.hooks
+    components = context.components
+    output = run_model(context, batch, training=False)
+    loss = compute_loss(context, batch, output, training=False)
+    loss_per_batch, extra_loss = hooks.eval_pre.trace(
+        loss=loss, output=output, batch=batch, **context.hook_values()
+    )
+    examples = weigh_batch(context, batch, output, None)
+    if examples is None:
+        examples = components.count_examples(batch)
+    examples = tf.cast(examples, tf.float64)
+    total = tf.cast(sum_loss(components, loss_per_batch, batch), tf.float64)
+    total += tf.cast(extra_loss, tf.float64) * examples
+    update_if(present, evaluation_set.total.update_state, total)
+    update_if(present, evaluation_set.examples.update_state, examples)
+    if evaluation_set.metrics:
+        arguments = hooks.metric_pre.trace(
+            output=output, batch=batch, train_model=components.train_model
+        )
+        update_metrics(evaluation_set.metrics, hooks.metric_pre, arguments, present)

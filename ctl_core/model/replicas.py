@@ -1,0 +1,40 @@
+"""Runs functions on each replica while a step is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ctl_core import compat
+from ctl_core.model.components import StepContext
+from ctl_core.types import PerReplica, Structure
+
+
+class Replicas:
+    """Runs functions on each replica of this process while a step is traced."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        self._strategy = context.components.strategy
+        # Replicas are traced in threads, which do not know this generator of the main thread.
+        self._seed_generator = compat.get_seed_generator()
+
+    def run(self, function: Callable[..., Any], *values: PerReplica) -> PerReplica:
+        """Calls a function on each replica, with that replica's part of the values."""
+
+        def run_on_replica(*values: Structure) -> Structure:
+            with (
+                compat.run_replica(self._seed_generator),
+                compat.mute_other_summaries(self._context.step),
+            ):
+                return function(*values)
+
+        # A summary's name begins with the name scope; that of a loop would be part of it.
+        with tf.name_scope(""):
+            return self._strategy.run(run_on_replica, values)
+
+    def get_local_results(self, value: PerReplica) -> tuple[tf.Tensor, ...]:
+        """Returns a value of each replica of this process."""
+        return self._strategy.experimental_local_results(value)  # type: ignore[no-any-return]

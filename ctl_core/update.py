@@ -1,0 +1,423 @@
+"""The update of a step: from the sums over the replicas to the weights.
+
+``update_pre`` changes the sums, optimizers apply them, and ``update_post`` follows. Like step.py,
+everything runs while a graph is traced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from ctl_core import compat
+from ctl_core.cluster.collectives import place_rows, replica_id
+from ctl_core.cluster.replica_contexts import weigh_by_rows
+from ctl_core.executable import describe_op, find_uncompilable_op, forbid_uncompilable
+from ctl_core.input.batches import find_first_replica
+from ctl_core.model.components import Compilation, StepContext
+from ctl_core.model.failures import find_line
+from ctl_core.model.forward import call_made, fix_sparse_shape
+from ctl_core.model.replicas import Replicas
+from ctl_core.numerics import reduction
+from ctl_core.numerics.not_finite import FiniteFlags, are_finite, are_losses_finite, are_numbers
+from ctl_core.numerics.randomness import draws_random_numbers
+from ctl_core.numerics.reduction import PIECES, Contribution
+from ctl_core.numerics.variables import unwrap
+from ctl_core.run.errors import HookFailed, NotCompilable, SetupError
+from ctl_core.types import (
+    Count,
+    Gradients,
+    GradientsByObjective,
+    UserObject,
+    Variable,
+    VariablesByObjective,
+)
+
+
+class Updates(NamedTuple):
+    """The results of ``update_pre`` by objective.
+
+    Attributes:
+        applied: the gradients that optimizers apply
+        displayed: the gradients that host hooks are shown
+        skips: whether to leave out an update, a bool scalar; only if ``update_pre`` returned it
+    """
+
+    applied: GradientsByObjective
+    displayed: dict[str, UserObject]
+    skips: dict[str, tf.Tensor]
+
+
+class UpdateResult(NamedTuple):
+    """The results of an update; tensors have a value for each replica.
+
+    Attributes:
+        summed: the gradients and objectives summed over the replicas
+        updates: returned by ``call_update_pre``
+        flags: returned by ``note_flags``
+    """
+
+    summed: Contribution
+    updates: Updates
+    flags: FiniteFlags
+
+
+def finish_sums(context: StepContext, is_executable: bool, total: Contribution) -> Contribution:
+    """Returns the sums of the unscaled objectives and their gradients, on one replica.
+
+    They are divided by the weight of the batch, and a sparse gradient has each index once.
+
+    Args:
+        context: of the step
+        is_executable: whether XLA compiles what is traced
+        total: returned by ``sum_contributions``
+    """
+    components = context.components
+    gradients = reduction.merge_rows(total.gradients, is_executable)
+    loss = total.loss
+    if components.loss_scale is not None:
+        gradients = reduction.multiply(gradients, 1.0 / components.loss_scale.value)
+    if total.weight:
+        factor = tf.math.reciprocal_no_nan(total.weight[0])
+        loss = reduction.multiply(loss, factor)
+        gradients = reduction.multiply(gradients, factor)
+    return Contribution(loss, gradients, [], [], [])
+
+
+def make_update(
+    context: StepContext,
+    replicas: Replicas,
+    examples: Count,
+    variables: VariablesByObjective,
+    contribution: Contribution,
+    total: Contribution,
+) -> UpdateResult:
+    """Makes the update with the sums over the replicas.
+
+    Args:
+        context: of the step, or of a turn within it
+        replicas: make it
+        examples: the number of examples in the global batch
+        variables: by objective, in the order of the gradients
+        contribution: of each replica, before the sum
+        total: returned by ``sum_contributions``
+    """
+    is_executable = context.compilation is Compilation.STEP
+    summed = replicas.run(partial(finish_sums, context, is_executable), total)
+    updates = replicas.run(
+        partial(call_update_pre, context, examples, variables), contribution, summed
+    )
+    flags = replicas.run(partial(note_flags, context), contribution, summed)
+    apply_updates(context, replicas, variables, summed, updates)
+    return UpdateResult(summed, updates, flags)
+
+
+def make_compiled_update(
+    context: StepContext,
+    replicas: Replicas,
+    examples: Count,
+    variables: VariablesByObjective,
+    contribution: Contribution,
+    total: Contribution,
+) -> UpdateResult:
+    """Makes the update in an executable of each replica, see ``make_update``.
+
+    So a seed gives the same random numbers before the sum and after it. An update that XLA cannot
+    compile, because it writes a summary for example, is not compiled if it draws nothing.
+
+    Raises:
+        SetupError: it draws random numbers, and cannot be compiled.
+    """
+    arguments = context.hooks.update_pre.arguments
+    needed = contribution._replace(
+        gradients={},
+        weight=[],
+        output=contribution.output if "output" in arguments else [],
+        batch=contribution.batch if "batch" in arguments else [],
+    )
+    update = partial(_run_compiled_update, context, examples, variables)
+    try:
+        result: UpdateResult = replicas.run(update, needed, total)
+        return result
+    except (HookFailed, NotCompilable) as error:
+        if not isinstance(error, NotCompilable) and not isinstance(error.__cause__, NotCompilable):
+            raise
+        obstacle = str(error)
+    graph = tf.compat.v1.get_default_graph()
+    operations_before = len(graph.get_operations())
+    result = make_update(context, replicas, examples, variables, contribution, total)
+    for op in compat.add_called_ops(graph.get_operations()[operations_before:]):
+        if draws_random_numbers(op):
+            raise SetupError(
+                f"{find_line(op, context.hooks) or 'the update'}: draws random numbers, which "
+                "would differ from those that XLA draws before the sum over the replicas, and the "
+                f"update cannot be compiled; train with --no-jit-compile. ({obstacle})"
+            )
+    return result
+
+
+def _run_compiled_update(
+    context: StepContext,
+    examples: Count,
+    variables: VariablesByObjective,
+    contribution: Contribution,
+    total: Contribution,
+) -> UpdateResult:
+    """Makes the update of one replica in an XLA executable.
+
+    Raises:
+        NotCompilable: XLA cannot compile it.
+    """
+    strategy = context.components.strategy
+    replica = tf.get_static_value(tf.convert_to_tensor(replica_id()))
+    number = int(replica) - find_first_replica(strategy)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(contribution: Contribution, total: Contribution) -> UpdateResult:
+        gradients = {
+            name: list(map(fix_sparse_shape, gradients, variables[name]))
+            for name, gradients in total.gradients.items()
+        }
+        summed = finish_sums(context, True, total._replace(gradients=gradients))
+        updates = call_update_pre(context, examples, variables, contribution, summed)
+        flags = note_flags(context, contribution, summed)
+        with compat.enter_update(strategy, number):
+            apply_on_replica(context, number, variables, summed, updates)
+        return UpdateResult(summed, updates, flags)
+
+    with forbid_uncompilable():
+        op = find_uncompilable_op(compiled.get_concrete_function(contribution, total).graph)
+        if op is not None:
+            raise NotCompilable(describe_op(op, context.hooks))
+        result: UpdateResult = compiled(contribution, total)
+        return result
+
+
+def call_update_pre(
+    context: StepContext,
+    examples: Count,
+    variables: VariablesByObjective,
+    contribution: Contribution,
+    summed: Contribution,
+) -> Updates:
+    """Calls ``update_pre`` for each objective on one replica; nothing is applied yet.
+
+    Args:
+        context: of the step, or of a turn within it
+        examples: the number of examples in the global batch
+        variables: by objective, in the order of the gradients
+        contribution: of the replica, before the sum
+        summed: the gradients and objectives summed over the replicas
+    """
+    components = context.components
+    hook = context.hooks.update_pre
+    pieces = {
+        name: reduction.join_pieces(getattr(contribution, name))
+        for name in PIECES
+        if name in hook.arguments
+    }
+    applied: GradientsByObjective = {}
+    displayed: dict[str, UserObject] = {}
+    skips: dict[str, tf.Tensor] = {}
+    shape = components.shape
+    rows, present = shape.count_rows_of(replica_id(), examples)
+    find_offset = partial(shape.count_rows_before, replica_id(), examples)
+    with weigh_by_rows(rows, present), place_rows(find_offset):
+        for name, gradients in summed.gradients.items():
+            if not gradients:  # all variables of this objective are frozen
+                applied[name] = []
+                displayed[name] = []
+                continue
+            values = {
+                **pieces,
+                **context.hook_values(),
+                "objective": name or None,
+                "gradients": gradients,
+                "all_gradients": summed.gradients,
+                "variables": variables[name],
+                "loss": summed.loss.get(name),
+                "optimizer": components.optimizers[name],
+            }
+            with compat.skip_reduction():
+                update, displayed[name], *skip = hook.trace(**values)
+            _check_shapes(context, update, variables[name])
+            applied[name] = list(update)
+            if skip and skip[0] is not None:
+                skips[name] = tf.convert_to_tensor(skip[0])
+    return Updates(applied, displayed, skips)
+
+
+def _check_shapes(context: StepContext, update: Gradients, variables: list[Variable]) -> None:
+    """Refuses gradients of ``update_pre`` that do not fit their variables."""
+    problem = ""
+    for gradient, variable in zip(update, variables, strict=False):
+        shape = tf.TensorShape(getattr(gradient, "shape", None))
+        variable_shape = tf.TensorShape(variable.shape)
+        if not shape.is_compatible_with(variable_shape):
+            problem = f" ({shape} for {variable_shape})"
+            break
+    if problem or len(update) != len(variables):
+        raise context.hooks.update_pre.reject(
+            f"returned {len(update)} update_gradients for {len(variables)} gradients{problem}; "
+            "return one for each, of its shape, in the same order."
+        )
+
+
+def note_flags(
+    context: StepContext, contribution: Contribution, summed: Contribution
+) -> FiniteFlags:
+    """Returns whether the loss of a replica is finite, and whether its gradients are numbers."""
+    loss_is_finite = are_losses_finite(contribution.loss)
+    if context.components.loss_scale is not None:  # an update with NaN is skipped
+        return FiniteFlags(loss_is_finite, gradients_are_numbers=tf.constant(True))
+    gradients = itertools.chain(*summed.gradients.values())
+    return FiniteFlags(loss_is_finite, are_numbers(gradients))
+
+
+def apply_updates(
+    context: StepContext,
+    replicas: Replicas,
+    variables: VariablesByObjective,
+    summed: Contribution,
+    updates: Updates,
+) -> None:
+    """Lets optimizers apply the updates; in float16 only if all gradients are finite."""
+    # The gradients are the same on all replicas, so the decision is one for all of them.
+    gradients = tf.nest.flatten(summed.gradients)
+    _apply_if_finite(
+        context,
+        partial(apply_on_devices, context, variables, updates),
+        [replicas.get_local_results(value)[0] for value in gradients],
+    )
+
+
+def _apply_if_finite(
+    context: StepContext, apply: Callable[[], None], gradients: list[tf.Tensor]
+) -> None:
+    """Applies an update; with a loss scale only if the gradients are finite, and adjusts it."""
+    loss_scale = context.components.loss_scale
+    if loss_scale is None:
+        apply()
+        return
+    is_finite = are_finite(gradients)
+    tf.cond(is_finite, apply, lambda: None)
+    loss_scale.adjust(is_finite)
+
+
+def apply_on_devices(
+    context: StepContext, variables: VariablesByObjective, updates: Updates
+) -> None:
+    """Applies the updates on each device of this process, each to the device's own variables.
+
+    No value passes between replicas: all compute the same from the same gradients. So a condition,
+    of ``update_pre`` or of an optimizer, has the same value on all of them.
+    """
+    updated = list(itertools.chain(*variables.values()))
+    if not updated:
+        return
+    device_numbers = itertools.count()
+
+    def apply_on_next_device(
+        _: tf.Variable, applied: GradientsByObjective, skips: dict[str, tf.Tensor]
+    ) -> None:
+        apply_on_device(context, next(device_numbers), variables, applied, skips)
+
+    context.components.strategy.extended.update(
+        unwrap(updated[0]),
+        apply_on_next_device,
+        args=(updates.applied, updates.skips),
+        group=False,
+    )
+
+
+def apply_on_replica(
+    context: StepContext,
+    number: int,
+    variables: VariablesByObjective,
+    summed: Contribution,
+    updates: Updates,
+) -> None:
+    """Does what ``apply_updates`` does, for one replica, in the context of an update.
+
+    Args:
+        context: of the step, or of a turn within it
+        number: of the device among those of this process
+        variables: by objective, in the order of the gradients
+        summed: the gradients and objectives summed over the replicas
+        updates: returned by ``call_update_pre``
+    """
+    if not any(variables.values()):
+        return
+    apply = partial(apply_on_device, context, number, variables, updates.applied, updates.skips)
+    _apply_if_finite(context, apply, tf.nest.flatten(summed.gradients))
+
+
+def apply_on_device(
+    context: StepContext,
+    number: int,
+    variables: VariablesByObjective,
+    applied: GradientsByObjective,
+    skips: dict[str, tf.Tensor],
+) -> None:
+    """Applies the updates on one device of this process.
+
+    Args:
+        context: of the step, or of a turn within it
+        number: of the device among those of this process
+        variables: by objective, in the order of the gradients
+        applied: the gradients that optimizers apply, by objective
+        skips: whether to leave out an update, by objective
+    """
+    strategy = context.components.strategy
+    with (
+        tf.device(strategy.extended.worker_devices[number]),
+        tf.name_scope(""),  # a summary's name begins with the name scope
+        compat.mute_other_summaries(context.step, number),
+        compat.update_device(strategy, number),
+    ):
+        for name, gradients in applied.items():
+            apply = partial(apply_gradients, context, name, gradients, variables[name])
+            run_unless(skips.get(name), apply)
+        run_unless(_find_common_skip(applied, skips), partial(finish_update, context))
+
+
+def _find_common_skip(
+    applied: GradientsByObjective, skips: dict[str, tf.Tensor]
+) -> tf.Tensor | None:
+    """Returns whether all updates are skipped; None if some objective has no ``skip``."""
+    updating = [name for name, gradients in applied.items() if gradients]
+    if not skips or len(skips) < len(updating):
+        return None
+    return tf.reduce_all(list(skips.values()))
+
+
+def run_unless(is_skipped: tf.Tensor | None, function: Callable[[], None]) -> None:
+    """Calls a function; where ``is_skipped`` is a tensor, under that condition in the graph."""
+    if is_skipped is None:
+        function()
+    else:
+        tf.cond(is_skipped, lambda: None, function)
+
+
+def apply_gradients(
+    context: StepContext, objective: str, gradients: Gradients, variables: list[Variable]
+) -> None:
+    """Lets the optimizer of an objective apply gradients, which are summed already."""
+    optimizer = context.components.optimizers[objective]
+    pairs = list(zip(gradients, variables, strict=True))
+    if pairs:
+        call_made(context.hooks.create_opt, optimizer.apply_gradients, pairs)
+
+
+def finish_update(context: StepContext) -> None:
+    """Calls ``update_post``, and after the last turn averages the weights, on one device."""
+    components = context.components
+    hook = context.hooks.update_post
+    if hook is not None:
+        hook.trace(optimizer=components.optimizer, **context.hook_values())
+    if context.is_last_turn and components.update_average is not None:
+        components.update_average()
