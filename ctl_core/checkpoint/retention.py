@@ -56,8 +56,8 @@ def remove_orphans(folder: Path) -> None:
     does not delete. The record is removed first, so that a partly removed checkpoint does not
     count. If a kill interrupts the removal, the remaining files are removed the next time.
     """
-    prefixes = [Path(name).stem for name in list_names(folder) if name.endswith(".index")]
-    kept = {prefix.rpartition("-")[2] for prefix in prefixes}
+    names = [name for name in list_names(folder) if name.endswith(".index")]
+    kept = {name.removesuffix(".index").rpartition("-")[2] for name in names}
     for step in list_engine_steps(folder):
         if str(step) in kept:
             continue

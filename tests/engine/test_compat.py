@@ -174,6 +174,23 @@ def test_managers() -> None:
     assert manager.checkpoint is checkpoint
 
 
+@pytest.mark.parametrize("name", ["ckpt", "mit 'ä' und \"x\""])
+def test_the_list_of_checkpoints_is_the_one_that_tensorflow_writes(
+    tmp_path: Path, name: str
+) -> None:
+    manager = tf.train.CheckpointManager(
+        tf.train.Checkpoint(step=tf.Variable(0)), tmp_path, max_to_keep=3, checkpoint_name=name
+    )
+    for step in range(5):
+        with compat.hold_objects(manager, manager.checkpoint):
+            manager.save(step)
+        ours = (tmp_path / "checkpoint").read_bytes()
+        tf.train.CheckpointManager._record_state(manager)
+        assert (tmp_path / "checkpoint").read_bytes() == ours
+    assert ours.count(b"all_model_checkpoint_paths") == 3
+    assert not list(tmp_path.glob("checkpoint.*"))
+
+
 def test_variables_of_replicas_convert() -> None:
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         variable = tf.Variable(2)
