@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import first_step, processes
-from benchmarks.report import Memory, Results, Timing, print_report, put_into
+from benchmarks.report import GOALS, GPU_GOALS, Memory, Results, Timing, print_report, put_into
 
 # By number of devices; each line is a process: what others leave behind must not slow it down.
 SECTIONS: list[tuple[int, list[str]]] = [
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         timings += first_step.measure(max(1, rounds // 2))
     if CLUSTER in chosen and device == "cpu":
         timings += processes.measure(rounds)
-    results = Results(timings, memory)
+    results = Results(timings, memory, GPU_GOALS if device == "gpu" else GOALS)
     notes = _notes(device, rounds, time.monotonic() - begun)
     print_report(results, Console(width=None if sys.stdout.isatty() else 160), notes)
     if arguments.into:

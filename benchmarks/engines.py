@@ -10,11 +10,14 @@ The engine of a commit: ``git worktree add ../before COMMIT``, and FOLDER is ``.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +37,30 @@ ROWS: list[tuple[str, int, str, int, dict[str, Any]]] = [
       for work in ("mlp", "cnn")),
     ("cnn, a checkpoint every 100 steps", 1, "cnn", 50, {"ckpt_every": 100}),
 ]  # fmt: skip
+
+
+# Commands of a project in a folder with this callbacks.py, each timed as a whole process.
+COMMANDS = {
+    "a training of one step": ["train", "--steps", "1"],
+    "--check": ["train", "--check"],
+}
+CALLBACKS = """
+import keras
+import tensorflow as tf
+
+def create_dataset(per_replica_batch_size):
+    inputs, labels = tf.random.uniform((256, 16), seed=1), tf.range(256) % 10
+    dataset = tf.data.Dataset.from_tensor_slices((inputs, labels))
+    return dataset.batch(per_replica_batch_size, drop_remainder=True)
+
+def create_model():
+    layers = [keras.Input((16,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(10)]
+    return keras.Sequential(layers)
+
+def create_loss():
+    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    return lambda pair: losses(pair[1], pair[0])
+"""
 
 
 class Engine:
@@ -104,6 +131,27 @@ def compare(this: Path, other: Path, row: int, rounds: int) -> list[float]:
             engine.end()
 
 
+def compare_commands(this: Path, other: Path, words: list[str], rounds: int) -> list[float]:
+    """Returns the ratios of a command, one for each round: this engine's time by the other's."""
+    ratios = []
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "callbacks.py").write_text(CALLBACKS, encoding="utf-8")
+        for number in range(WARM + rounds):
+            seconds = {}
+            for engine in (this, other) if number % 2 else (other, this):
+                begun = time.perf_counter()
+                subprocess.run(
+                    [sys.executable, "-m", "ctl_core", *words],
+                    cwd=folder,
+                    env={**os.environ, "PYTHONPATH": str(engine)},
+                    stdout=subprocess.DEVNULL,
+                    check=True,
+                )
+                seconds[engine] = time.perf_counter() - begun
+            ratios.append(seconds[this] / seconds[other])
+    return ratios[WARM:]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Compares and prints; returns 1 if a row fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__)
@@ -117,9 +165,15 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     failed = False
     print(f"{'':36}median  quartiles")
-    for row, (name, *_) in enumerate(ROWS):
+    other = arguments.folder.resolve()
+    measures = {
+        name: functools.partial(compare, ROOT, other, row) for row, (name, *_) in enumerate(ROWS)
+    }
+    for name, words in COMMANDS.items():
+        measures[name] = functools.partial(compare_commands, ROOT, other, words)
+    for name, measure in measures.items():
         if name.startswith(arguments.only or ""):
-            ratios = compare(ROOT, arguments.folder.resolve(), row, arguments.rounds)
+            ratios = measure(arguments.rounds)
             low, median, high = statistics.quantiles(ratios, n=4)
             failed |= low > MOST
             text = f"{name:36}{median:6.2f}  {low:.2f} to {high:.2f}{'  slower' * (low > MOST)}"

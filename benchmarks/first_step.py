@@ -1,8 +1,9 @@
 """The time from a process's start to the end of its first step: the engine's, or Keras ``fit``'s.
 
 Both train the MLP. The engine is started as a user starts it, ``python -m ctl_core train`` in a
-project's folder; this module, run by itself, is the script with ``fit``. When the first step is
-done, each process writes the time to a file.
+project's folder; this module, run by itself, is the script with ``fit``. A third process only
+imports TensorFlow and Keras, for which both have to wait. When the first step is done, each process
+writes the time to a file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import FIT, START, Timing
+from benchmarks.report import FIT, IMPORTS, START, Timing
 
 _FILE = "BENCHMARK_FIRST_STEP"
 _CALLBACKS = "from benchmarks import first_step\n\nglobals().update(vars(first_step.hooks()))\n"
@@ -25,7 +26,8 @@ def measure(rounds: int) -> list[Timing]:
     """Starts the processes in turn, after one of each that nobody times: files get cached."""
     root = Path(__file__).resolve().parents[1]
     train = [sys.executable, "-m", "ctl_core", "train", "--steps", "1", "--batch-size", "32"]
-    commands = {"engine": train, FIT: [sys.executable, "-m", "benchmarks.first_step"]}
+    script = [sys.executable, "-m", "benchmarks.first_step"]
+    commands = {"engine": train, FIT: script, IMPORTS: [*script, "imports"]}
     times: dict[str, list[float]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "callbacks.py").write_text(_CALLBACKS, encoding="utf-8")
@@ -68,5 +70,17 @@ def fit() -> None:
     model.fit(work.endless(), steps_per_epoch=1, verbose=0, shuffle=False, callbacks=[first])
 
 
+def import_only() -> None:
+    """Imports what any training needs."""
+    import keras
+    import tensorflow as tf
+
+    assert keras.backend.backend() == "tensorflow" and tf.executing_eagerly()
+    note_first_step()
+
+
 if __name__ == "__main__":
-    fit()
+    if sys.argv[1:] == ["imports"]:
+        import_only()
+    else:
+        fit()

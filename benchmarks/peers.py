@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import ctl_core
 from benchmarks.pace import CHECKED, Over, Pace
-from benchmarks.report import COMPILED, FIT, FLOOR, INPUT, MANY, TEXTBOOK
+from benchmarks.report import COMPILED, FIT, FLOOR, INPUT, MANY, TEXTBOOK, UNCOMPILED
 from benchmarks.workloads import LEARNING_RATE, Workload, losses
 
 Peer = Callable[[Workload, tf.distribute.Strategy, int, Pace], None]
@@ -204,6 +204,7 @@ def _loop_in_graph(take: Callable[[Any], Any], pace: Pace) -> None:
 PEERS: dict[str, Peer] = {
     "engine": engine,
     COMPILED: functools.partial(engine, jit_compile=True),
+    UNCOMPILED: functools.partial(engine, jit_compile=False),
     FIT: fit,
     MANY: fit_many,
     TEXTBOOK: textbook,

@@ -41,6 +41,7 @@ from benchmarks.report import (
     MICRO_BATCHES,
     SAVING,
     TEXTBOOK,
+    UNCOMPILED,
     Memory,
     Timing,
 )
@@ -70,7 +71,12 @@ def steps(
     strategy = _strategy(devices)
     names = names or tuple(name for name in PEERS if _fits(name, device, work, devices, every))
     loops = {name: functools.partial(PEERS[name], work, strategy, every) for name in names}
-    paces = {name: Pace(loop, work.segment_of(name == COMPILED)) for name, loop in loops.items()}
+    paced_as_compiled = {COMPILED}
+    if device == "gpu":
+        paced_as_compiled.add("engine")
+    paces = {
+        name: Pace(loop, work.segment_of(name in paced_as_compiled)) for name, loop in loops.items()
+    }
     yield from _rounds(work.name, devices, every, paces, rounds, work.tolerance)
 
 
@@ -80,7 +86,10 @@ def _fits(name: str, device: str, work: Workload, devices: int, every: int) -> b
         return name in ("engine", FIT, TEXTBOOK, INPUT)
     often = devices == 1 and every == 50
     if name == COMPILED:
-        return often and workload in JITTED[device].split()
+        is_default = device == "gpu" and work.policy == "float32"
+        return often and workload in JITTED[device].split() and not is_default
+    if name == UNCOMPILED:
+        return often and device == "gpu" and work.policy == "float32"
     if work.policy != "float32":  # the loops that are written out here scale no loss
         return name in ("engine", FIT, MANY)
     if name in (FLOOR, INPUT):
