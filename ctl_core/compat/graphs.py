@@ -13,8 +13,12 @@ from ctl_core.compat.patches import Scope, set_attributes
 
 
 def make_scratch_graph(name: str) -> tf.Graph:
-    """Returns a graph in which Keras creates variables outside of it, as in a tf.function."""
-    return tf.__internal__.FuncGraph(name)
+    """Returns a graph in which Keras creates variables outside of it, as in a tf.function.
+
+    It has collections of its own. Otherwise the variables of replicas would be added to those of
+    the global graph, and would stay in memory as long as the process runs.
+    """
+    return tf.__internal__.FuncGraph(name, collections={})
 
 
 def leave_creator_scopes() -> Scope:

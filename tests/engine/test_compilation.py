@@ -5,6 +5,8 @@ There is no GPU here: tests pretend that the CPU is one. XLA then compiles for t
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -383,3 +385,14 @@ def test_an_update_that_draws_and_cannot_be_compiled_is_refused(train: Train) ->
 
 def read_as_text(tensor: tf.Tensor) -> tf.Tensor:
     return tf.strings.to_number(tf.strings.as_string(tensor))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [("--steps=4000",), ("--trainings=10", "--steps=100", "--devices=1")]
+)
+def test_compiled_trainings_leak_neither_threads_nor_memory(words: tuple[str, ...]) -> None:
+    """Long ones on two devices, and ten in one process."""
+    script = [sys.executable, "-m", "scripts.compiled_soak", *words]
+    ended = subprocess.run(script, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "does not leak"), ended.stdout
