@@ -207,6 +207,17 @@ def test_variables_that_a_scratch_graph_uses() -> None:
     assert list(map(id, variables)) == [id(used)] and used is not unused
 
 
+def test_variables_that_a_scratch_graph_creates_are_not_kept() -> None:
+    """By the global graph, as those of replicas would be."""
+    before = len(tf.compat.v1.get_default_graph().get_collection("variables"))
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    layer = keras.layers.Dense(1)
+    with compat.make_scratch_graph("test").as_default(), strategy.scope():
+        layer(tf.zeros([1, 1]))
+    assert layer.built
+    assert len(tf.compat.v1.get_default_graph().get_collection("variables")) == before
+
+
 def test_determinism_is_put_back() -> None:
     before = compat.is_op_determinism_enabled()
     with compat.keep_op_determinism():
