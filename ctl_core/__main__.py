@@ -215,6 +215,9 @@ def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
     """
     is_training = command.name == "train"
     folder = Path.cwd()
+    if is_training and sys.stdout.isatty():
+        run = config.run_name or "a new run"
+        print(f"{run}: loading TensorFlow …", flush=True)
     _import_libraries(config.debug)
     from ctl_core.run.console import quiet_libraries
 

@@ -113,6 +113,8 @@ class StepFunctions:
     Attributes:
         devices: the replica devices of this process
         flags: bool[steps, 2] for each call since it was last emptied, see ``combine_flags``
+        called: the keys of the graphs that were called. TensorFlow optimizes or compiles a graph in
+            its first call.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class StepFunctions:
         """
         self.devices = tuple(state.strategy.extended.worker_devices)
         self.flags: list[np.ndarray] = []
+        self.called: set[tuple[tuple[bool, ...], frozenset[str]]] = set()
         self._state = state
         self._compared = list_compared(state.components)
         self._graphs: dict[tuple[tuple[bool, ...], frozenset[str]], GraphFunction] = {}
@@ -183,6 +186,7 @@ class StepFunctions:
             if steps > 1:
                 self.take_steps(steps - 1)
             result = function()
+        self.called.add(self._make_key(fetches))
         flags = result.flags.numpy()
         if self._compared:
             self._check_equal(flags[:, 2:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import signal
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -23,7 +24,7 @@ from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.sync import LoopStatus
 from ctl_core.compilation import choose_functions
 from ctl_core.evaluation.criteria import read_criteria
-from ctl_core.evaluation.summaries import Pace, Profile
+from ctl_core.evaluation.summaries import Pace, Profile, read_rates
 from ctl_core.graph import begin_reading
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.components import TraceContext
@@ -167,11 +168,12 @@ class Trainer:
             compilation = str(state.compilation)
             run.open(state.config, self.start, hooks_file, self.functions.devices, compilation)
             console.listeners = run.listeners
+            console.read_rates = functools.partial(read_rates, state)
         self._print_start(going_on)
         if not going_on:
             schedule.last = min(self.start, schedule.last)
         state.clock = Clock()
-        console.start(self.start, schedule.last, state.clock.measure_training)
+        self._start_progress()
         try:
             self._loop()
         except Exception:
@@ -187,10 +189,25 @@ class Trainer:
         console.stop()
         for warning in describe_nonfinite(state):
             console.warn(warning)
-        console.say(describe_end(state, self.start))
+        for line in describe_end(state, self.start):
+            console.say(line)
         if state.diverged and ending != "stopped":
             ending = "diverged"
         run.end(ending)
+
+    def _start_progress(self) -> None:
+        """Begins the progress line of the console."""
+        state = self.state
+        steps_per_epoch = None
+        if state.config.epochs is not None:
+            steps_per_epoch = state.data.steps_per_epoch
+        self._console.start(
+            self.start,
+            self._schedule.last,
+            state.clock.measure_training,
+            steps_per_epoch,
+            state.config.log_seconds,
+        )
 
     def _print_start(self, going_on: bool) -> None:
         """Prints how training begins; ``going_on`` is whether there are steps left to take."""
@@ -216,6 +233,7 @@ class Trainer:
         step = self.start
         stop = self.start  # the next step after which something is due
         ended = False
+        called = 0
         while True:
             # Whatever is due after a step, except its hooks, waits until the processes have
             # exchanged their status: signals, and losses that are not finite.
@@ -248,6 +266,8 @@ class Trainer:
             self._run_deferred_hooks(passed)
             if step == stop:
                 ended = self._run_hooks(step, schedule.find_due(step), values)
+            self._console.advance(step, is_warm=len(self.functions.called) == called)
+            called = len(self.functions.called)
         with state.clock.pause():
             self.checkpoints.save()
             self.checkpoints.wait()
@@ -258,8 +278,9 @@ class Trainer:
     def _run_deferred_hooks(self, steps: range) -> None:
         """Runs the deferred hooks that were due after steps inside of a graph call."""
         chief = self.state.cluster.task.chief
-        for step, hook in self._schedule.find_deferred(steps):
-            hook(step=step, dev=self.functions.devices, chief=chief)
+        with self._console.defer():
+            for step, hook in self._schedule.find_deferred(steps):
+                hook(step=step, dev=self.functions.devices, chief=chief)
 
     def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
         """Runs host hooks after a step; returns whether one ends training."""
@@ -280,7 +301,7 @@ class Trainer:
         with self._run.summaries.open_writer("train").as_default(step=step):
             try:
                 for hook in due:
-                    with state.recording.watch(str(hook)):
+                    with state.recording.watch(str(hook)), self._console.defer(hook.deferred):
                         hook(**values)
                     if "state" in hook.arguments:
                         check_hook_state(state.hook_state, str(hook))
@@ -362,6 +383,7 @@ class Trainer:
             return
         with ExitStack() as stack:
             # The hooks after_eval see the weights that were evaluated.
+            begun = time.monotonic()
             if state.average is not None:
                 stack.enter_context(state.average.replace_weights())
             with (
@@ -375,13 +397,17 @@ class Trainer:
                 return
             progress.metrics = values
             progress.evaluated = step
-            self._console.values(step, "eval", values)
             reason = None
-            if state.evaluation.problem:
-                self._console.warn(state.evaluation.problem)
-            else:
+            remark = f"in {time.monotonic() - begun:.1f} s"
+            if not state.evaluation.problem:
                 for criterion in self._criteria:
                     reason = criterion.judge(step, values, progress.best) or reason
+                best = [c.metric for c in self._criteria if progress.best[c.key][1] == step]
+                if best:
+                    remark += f"  best {', '.join(dict.fromkeys(best))} so far"
+            self._console.values(step, "eval", values, remark=remark)
+            if state.evaluation.problem:
+                self._console.warn(state.evaluation.problem)
             self.checkpoints.save_requested |= find_best_step(progress.best) == step
             if reason and step < self._schedule.last:
                 self._console.say(f"step {step}: training ends. {reason}")
@@ -398,7 +424,7 @@ class Trainer:
         metrics = self.state.components.list_logged_metrics()
         is_due, is_whole_period = self._schedule.find_log_due(step)
         if is_due:
-            self._console.values(step, "train", read_results(metrics).scalars)
+            self._console.values(step, "train", read_results(metrics).scalars, prefix="train ")
         if is_whole_period:
             for metric in metrics.values():
                 metric.reset_state()
@@ -409,6 +435,7 @@ class Trainer:
         if self._schedule.is_save_due(step) or self.checkpoints.save_requested:
             with self.state.clock.pause():
                 self.checkpoints.save()
+            self._console.note_saved(step)
             self._schedule.note_saved()
 
     def _check_step(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from typing import Any
 
 from ctl_core.run.console import LOG, Console
 
@@ -15,7 +14,7 @@ class CheckConsole(Console):
         """Writes a line of the run to its log."""
         LOG.info(text)
 
-    def start(self, step: int, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def start(self, *_: Any, **__: Any) -> None:
         """Shows no progress line."""
 
     def print(self, text: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.strategy import read_peak_memory
@@ -165,11 +166,10 @@ class TrainingAmount(NamedTuple):
 
 
 class Pace(Listener):
-    """Writes learning rates and the speed of training to ``tb/train`` when values are reported.
+    """Writes the speed of training to ``tb/train`` when values are reported.
 
-    The names are ``progress/learning_rate`` (with several objectives,
-    ``progress/learning_rate/NAME``), ``progress/steps_per_second``,
-    ``progress/examples_per_second`` and, on GPUs, ``progress/peak_gpu_memory_mib``. A speed is the
+    The names are ``progress/steps_per_second``, ``progress/examples_per_second`` and, on GPUs,
+    ``progress/peak_gpu_memory_mib``. A speed is the
     mean since the last time, without evaluations and checkpoints. metrics.jsonl has no such lines:
     it is the same however often a run is resumed.
     """
@@ -191,7 +191,7 @@ class Pace(Listener):
         examples = amount.examples - self._last.examples
         self._last_written = now
         self._last = amount
-        progress = self._read_rates()
+        progress: dict[str, float] = {}
         if seconds > 0:
             progress["progress/steps_per_second"] = steps / seconds
             progress["progress/examples_per_second"] = examples / seconds
@@ -205,15 +205,17 @@ class Pace(Listener):
         seconds = state.clock.measure_training()
         return TrainingAmount(seconds, state.step, state.progress.examples)
 
-    def _read_rates(self) -> dict[str, float]:
-        """Returns the learning rate of each optimizer by the name of its summary."""
-        rates = {}
-        for objective, optimizer in self._state.components.optimizers.items():
-            name = "progress/learning_rate"
-            if objective != SINGLE_OBJECTIVE:
-                name += f"/{objective}"
-            rates[name] = float(getattr(optimizer, "learning_rate", self._state.lr))
-        return rates
+
+def read_rates(state: State) -> dict[str, float]:
+    """Returns the learning rate of each optimizer: ``learning_rate``, or ``learning_rate/NAME``."""
+    rates = {}
+    for objective, optimizer in state.components.optimizers.items():
+        name = "learning_rate"
+        if objective != SINGLE_OBJECTIVE:
+            name += f"/{objective}"
+        rate = np.float32(float(getattr(optimizer, "learning_rate", state.lr)))
+        rates[name] = float(str(rate))  # 0.001, not 0.0010000000474974513
+    return rates
 
 
 class Profile:

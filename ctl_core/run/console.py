@@ -1,23 +1,25 @@
 """The console output of a run: a live line on a terminal, plain lines elsewhere.
 
-Every message is also written to train.log, through the standard logging module. Values are passed
-to the listeners of the run, see run/listeners.py.
+The engine moves the line after each graph call, whatever hooks there are. Every message is also
+written to train.log, through the standard logging module, and the line every ten seconds. Values
+are passed to the listeners of the run, see run/listeners.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import operator
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from rich.console import Console as Terminal
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.progress import Progress
+
+from ctl_core.run.progress import MOST_VALUES, LineColumn, Pace, ProgressLine, format_seconds
 
 # A number, as hooks have them: of Python, NumPy or TensorFlow.
 Scalar: TypeAlias = Any
@@ -25,10 +27,12 @@ Scalar: TypeAlias = Any
 LOG = logging.getLogger("ctl_core")
 LOG.addHandler(logging.NullHandler())  # without a run, messages go to the console only
 
-PLAIN_INTERVAL = 1.0  # seconds between plain lines for the step alone: a log is no progress bar
-LIVE_INTERVAL = 0.1  # between moves of the live line: hooks may show a thousand steps at once
-SPEED_INTERVAL = 0.5  # that the speed is measured over, at least
-NARROW = 60  # columns of a terminal below which there are only the step and the values
+# The seconds between two lines in a log, see the setting ``log_seconds``.
+LOG_SECONDS = 10.0
+# The least seconds between two lines of ``show_step``, and between lines that are not required.
+STEP_SECONDS = 1.0
+# The least seconds of training that a speed on the live line is measured over.
+SPEED_SECONDS = 1.0
 
 
 class ListenerGroup(Protocol):
@@ -38,13 +42,6 @@ class ListenerGroup(Protocol):
         """Calls a method of each listener."""
 
 
-class _Values(ProgressColumn):
-    """The values on the progress line, which are cut first if the line is too long."""
-
-    def render(self, task: Task) -> Text:
-        return Text(task.fields["values"], no_wrap=True, overflow="ellipsis")
-
-
 class Console:
     """The console of one run.
 
@@ -52,21 +49,27 @@ class Console:
 
     Attributes:
         listeners: are passed the values that are shown
+        read_rates: returns the learning rates, which the listeners are passed beside the values of
+            a step of training
     """
 
     def __init__(self, terminal: Terminal | None = None, shown: bool = True) -> None:
         self.listeners: ListenerGroup | None = None
+        self.read_rates: Callable[[], dict[str, float]] = dict
         self._terminal = terminal or Terminal()
         self._shown = shown
         self._progress: Progress | None = None
+        self._pace: Pace | None = None
+        self._log_seconds = LOG_SECONDS
+        self._steps_per_epoch: int | None = None
+        self._start = 0
         self._step = 0
-        self._total = ""
-        self._values = ""
-        self._speed = ""
-        self._clock: Callable[[], float] = time.monotonic
-        self._mark = (math.inf, 0)  # seconds and step from which the speed is measured
-        self._drawn_at = 0.0
-        self._drawn_step = -1
+        self._total = 0
+        self._values: dict[str, float] = {}
+        # When the last line was printed or logged, and its step.
+        self._printed_at = 0.0
+        self._printed_step = -1
+        self._is_deferred = False
         self._warned: set[str] = set()
 
     def say(self, text: str) -> None:
@@ -85,51 +88,111 @@ class Console:
         """Returns a console without listeners that prints where this one prints."""
         return Console(self._terminal, self._shown)
 
-    def start(self, step: int, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begins the progress line, on a terminal; speed is measured from here.
+    def start(
+        self,
+        step: int,
+        total: int,
+        clock: Callable[[], float] = time.monotonic,
+        steps_per_epoch: int | None = None,
+        log_seconds: float = LOG_SECONDS,
+    ) -> None:
+        """Begins the progress line.
 
         Args:
-            step: where training begins
+            step: the step at which training begins
             total: its last step
-            clock: gives the seconds that count for the speed
+            clock: returns the seconds of training, without evaluations and checkpoints
+            steps_per_epoch: the steps of an epoch, if the line shall show the epoch
+            log_seconds: the seconds between two lines in a log, or where there is no terminal
         """
-        self._total = f"/{total}"
-        self._step = step
-        self._clock = clock
-        self._mark = (clock(), step)
+        self._start = self._step = step
+        self._total = total
+        self._pace = Pace(step, total, clock)
+        self._steps_per_epoch = steps_per_epoch
+        self._log_seconds = log_seconds
+        self._printed_at = time.monotonic()
         if self._shown and self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
-            columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}")]
-            if self._terminal.width >= NARROW:
-                columns += [BarColumn(bar_width=None), TimeRemainingColumn(compact=True)]
-            self._progress = Progress(*columns, _Values(), console=self._terminal, expand=True)
-            self._progress.add_task("train", total=total, completed=step, values="")
+            column = LineColumn(self._terminal, self._make_line)
+            self._progress = Progress(
+                column, console=self._terminal, expand=True, refresh_per_second=2
+            )
+            self._progress.add_task("train", total=total, completed=step)
             self._progress.start()
 
+    def advance(self, step: int, is_warm: bool = True) -> None:
+        """Notes that a graph call has ended with this step; the engine calls it for each.
+
+        The live line moves by itself. Elsewhere, and in the log, a line is due every few seconds.
+
+        Args:
+            step: the last step of the call
+            is_warm: whether the call counts for the speed; the first call of a graph does not
+        """
+        self._step = step
+        if self._pace is None:
+            return
+        self._pace.advance(step, is_warm)
+        if time.monotonic() - self._printed_at >= self._log_seconds:
+            self._put_line()
+
+    def note_saved(self, step: int) -> None:
+        """Adds a line for a checkpoint, unless there was one of this step or a moment ago."""
+        self._step = step
+        is_new = step != self._printed_step
+        if is_new and time.monotonic() - self._printed_at >= STEP_SECONDS:
+            self._put_line("saved")
+
     def stop(self) -> None:
-        """Ends the progress line."""
+        """Ends the progress line; without a terminal, prints the last one."""
+        if self._pace is not None and self._step > self._start:
+            if self._progress is None and self._printed_step != self._step:
+                self._put_line()
+            elif self._progress is not None:
+                LOG.info(str(self._make_line()))
         if self._progress is not None:
-            self._show()
             self._progress.stop()
             self._progress = None
+        self._pace = None
+
+    @contextlib.contextmanager
+    def defer(self, is_deferred: bool = True) -> Iterator[None]:
+        """Runs hooks; in deferred ones, ``show_step`` shows no more than the progress line does."""
+        self._is_deferred = is_deferred
+        try:
+            yield
+        finally:
+            self._is_deferred = False
 
     def step(self, step: int) -> None:
-        """Shows that a step is done: on the live line, or as a plain line once a second."""
-        self._measure(step)
-        pause = PLAIN_INTERVAL
-        if self._progress is not None:
-            pause = LIVE_INTERVAL
-        if step != self._drawn_step and time.monotonic() - self._drawn_at >= pause:
-            self._show()
+        """Shows the step by a line, at most once a second, unless the progress line shows it."""
+        step = operator.index(step)
+        if self._progress is not None or (self._is_deferred and self._pace is not None):
+            return
+        self._step = step
+        is_new = step != self._printed_step
+        if is_new and time.monotonic() - self._printed_at >= STEP_SECONDS:
+            self._put_line()
 
     def values(
-        self, step: int, split: str, values: Mapping[str, Scalar | dict[str, Scalar]]
+        self,
+        step: int,
+        split: str,
+        values: Mapping[str, Scalar | dict[str, Scalar]],
+        prefix: str = "",
+        remark: str = "",
+        shown: bool = True,
     ) -> None:
         """Shows values of a step, and passes them to the listeners.
+
+        While a run trains, values of training appear on its progress line. All others are printed.
 
         Args:
             step: the number of the step
             split: ``train``, ``eval`` or ``watch``; the folder of the run for TensorBoard
             values: the values by name; those of a dict are shown as ``name/key``
+            prefix: is shown before each name
+            remark: is shown after the values
+            shown: whether to show the values at all
         """
         step = operator.index(step)
         numbers: dict[str, float] = {}
@@ -140,37 +203,68 @@ class Console:
             else:
                 numbers[name.rstrip("/")] = _make_float(value)
         if self.listeners is not None:
-            self.listeners.tell("values", step, split, numbers)
-        text = format_values(numbers)
-        self._measure(step)
-        if split == "train":
-            self._values = text
-            self._show(text)
-        else:
-            self._show(f"{split}: {text}", is_live=False)
-
-    def _measure(self, step: int) -> None:
-        """Notes the step, and how fast the last ones were."""
-        self._step = step
-        now = self._clock()
-        then, first = self._mark
-        if now - then >= SPEED_INTERVAL and step > first:
-            self._speed = f"{(step - first) / (now - then):.4g} steps/s"
-            self._mark = now, step
-
-    def _show(self, text: str = "", is_live: bool = True) -> None:
-        """Updates the live line if there is one and ``is_live``; otherwise prints a line."""
-        self._drawn_at = time.monotonic()
-        self._drawn_step = self._step
-        columns = [f"step {self._step}{self._total}", text, self._speed]
-        line = "  ".join(column for column in columns if column)
-        if self._progress is None or not is_live:
-            self.say(line)
+            rates = self.read_rates() if split == "train" else {}
+            self.listeners.tell("values", step, split, {**numbers, **rates, **numbers})
+        if not shown:
             return
-        if text:
+        shown_values = {f"{prefix}{name}": number for name, number in numbers.items()}
+        self._step = step
+        if split == "train" and self._pace is not None:
+            for key, number in shown_values.items():
+                self._values.pop(key, None)  # the latest value becomes the last one
+                self._values[key] = number
+            return
+        total = f"/{self._total}" if self._pace is not None else ""
+        name = "" if split == "train" else f"{split}: "
+        line = f"step {step}{total}  {name}{format_values(shown_values)}"
+        if remark:
+            line += f"  {remark}"
+        self._note_printed()
+        self.say(line)
+
+    def _make_line(self) -> ProgressLine:
+        """Returns the progress line as it is now."""
+        line = ProgressLine(f"step {self._step}", values=format_values(self._choose_values()))
+        if self._pace is None:
+            return line
+        line.step += f"/{self._total}"
+        line.share = self._step / max(self._total, 1)
+        if self._steps_per_epoch:
+            epochs = -(-self._total // self._steps_per_epoch)
+            line.epoch = f"epoch {min(self._step // self._steps_per_epoch + 1, epochs)}/{epochs}"
+        shortest = 0.0
+        if self._progress is not None:
+            shortest = SPEED_SECONDS
+        speed = self._pace.measure_speed(shortest)
+        if speed:
+            line.speed = f"{speed:.3g} steps/s"
+        line.elapsed = format_seconds(self._pace.measure_elapsed())
+        remaining = self._pace.estimate_remaining()
+        if remaining is not None:
+            line.remaining = f"{format_seconds(remaining)} left"
+        return line
+
+    def _choose_values(self) -> dict[str, float]:
+        """Returns the loss and the latest other values, as many as a line has room for."""
+        names = [name for name in self._values if name == "loss"]
+        others = [name for name in self._values if name != "loss"]
+        names += others[len(names) - MOST_VALUES :]
+        return {name: self._values[name] for name in names}
+
+    def _put_line(self, remark: str = "") -> None:
+        """Prints the progress line, or only logs it if a terminal shows it anyway."""
+        self._note_printed()
+        line = str(self._make_line())
+        if remark:
+            line += f"  {remark}"
+        if self._progress is not None:
             LOG.info(line)
-        values = f"{self._values}  {self._speed}"
-        self._progress.update(self._progress.task_ids[0], completed=self._step, values=values)
+        else:
+            self.say(line)
+
+    def _note_printed(self) -> None:
+        self._printed_at = time.monotonic()
+        self._printed_step = self._step
 
     def _print(self, text: str) -> None:
         if self._shown and self._terminal.is_terminal:
@@ -251,11 +345,14 @@ def create_console() -> Console:
     return _active.create_sibling()
 
 
-def report(step: int, **values: Scalar | dict[str, Scalar]) -> None:
-    """For hooks: prints values, writes each as a scalar summary and all to metrics.jsonl.
+def report(step: int, *, console: bool = True, **values: Scalar | dict[str, Scalar]) -> None:
+    """For hooks: shows values, writes each as a scalar summary and all to metrics.jsonl.
+
+    While a run trains, its progress line shows the loss and the latest four other values.
 
     Args:
         step: the step that the values belong to
+        console: whether the console shows them; False if there are many
         **values: scalars by name, or dicts of such
 
     Raises:
@@ -263,7 +360,7 @@ def report(step: int, **values: Scalar | dict[str, Scalar]) -> None:
     """
     if "split" in values:
         raise ValueError("ctl.report: 'split' is a key of each line of metrics.jsonl; rename it.")
-    (_active or Console()).values(step, "train", values)
+    (_active or Console()).values(step, "train", values, shown=console)
 
 
 def warn(text: str) -> None:
@@ -272,5 +369,5 @@ def warn(text: str) -> None:
 
 
 def show_step(step: int) -> None:
-    """For hooks: shows the step on the progress line; without a terminal, a line a second."""
+    """For hooks: shows the step by a line, at most once a second, unless the console shows it."""
     (_active or Console()).step(step)

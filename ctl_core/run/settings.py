@@ -125,6 +125,9 @@ class Config:
     limit_eval: Number | None = declare(None, "evaluate the first N batches of each set only")
     max_time: _Time | None = declare(None, "stop and save after this time", "7h30m")
     log_every: Number = declare(100, "write create_train_metrics every N steps, and begin anew")
+    log_seconds: float = declare(
+        10.0, "seconds between lines of progress in a log or a pipe", gt=0, lt=1e6
+    )
     keep_best: _Best | None = declare(None, "keep the best by METRIC or METRIC:max", "loss")
     early_stop: _Patience | None = declare(
         None,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import keras
 
+from ctl_core.checkpoint.retention import find_best_step
 from ctl_core.cluster.strategy import read_peak_memory
 from ctl_core.model.averages import has_own_statistics
 from ctl_core.model.state import State
@@ -100,16 +101,16 @@ def count_parameters(state: State) -> str:
     return f"{sum(sizes.values()):,} parameters to train"
 
 
-def describe_end(state: State, start: int) -> str:
-    """Returns how training ended, how long it took, and the values of the last evaluation.
+def describe_end(state: State, start: int) -> list[str]:
+    """Returns how training ended and how long it took; the last evaluation; and what to do next.
 
     Args:
         state: of the run
         start: the step from which this process trained
     """
+    run_name = Path(state.run_dir).name
     if state.stopped_by is not None:
         name = signal.Signals(state.stopped_by).name
-        run_name = Path(state.run_dir).name
         ending = f"stopped by {name}, saved; goes on from here with --run-name {run_name}"
     elif state.ended:
         ending = "ended early"
@@ -124,9 +125,19 @@ def describe_end(state: State, start: int) -> str:
     peak = read_peak_memory(state.strategy.extended.worker_devices)
     if peak is not None:
         facts.append(f"at most {peak / 2**20:.0f} MiB of a GPU's memory")
+    lines = [f"{ending}: {'; '.join(facts)}."]
     if state.metrics:
-        facts.append(format_evaluation(state.metrics, state.progress.evaluated, state.step))
-    return f"{ending}: {'; '.join(facts)}. Everything is in {relative_path(state.run_dir)}"
+        result = format_evaluation(state.metrics, state.progress.evaluated, state.step)
+        best_step = find_best_step(state.progress.best)
+        if best_step >= 0:
+            result += f"; the best checkpoint is that of step {best_step}"
+        lines.append(f"{result}.")
+    run = relative_path(state.run_dir)
+    next_commands = [f"tensorboard --logdir {Path(run).parent}"]
+    if state.evaluation is not None:
+        next_commands.append(f"python -m ctl_core evaluate {run_name}")
+    lines.append(f"Everything is in {run}. Next: {', or '.join(next_commands)}")
+    return lines
 
 
 def describe_nonfinite(state: State) -> list[str]:

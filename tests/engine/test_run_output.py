@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import re
 import signal
 import subprocess
@@ -19,7 +20,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 import ctl_core
 from ctl_core.evaluation import summaries
-from ctl_core.run.console import Console
+from ctl_core.run.console import Console, activate
+from ctl_core.run.progress import ProgressLine
 from ctl_core.session.messages import describe_end, describe_start
 from ctl_core.trainer import CHECK_ADVICE
 from tests.golden import small
@@ -253,7 +255,7 @@ def test_summaries_in_a_compiled_step_are_refused(train: Train) -> None:
 def test_summaries_have_the_learning_rate_and_the_speed(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a cosine; metrics.jsonl, which is compared line by line, knows none of it."""
+    """Half a cosine. metrics.jsonl, which is compared line by line, has no speed."""
     monkeypatch.setattr(summaries, "PAUSE", 0.0)  # however fast the steps are
     monkeypatch.setattr(summaries, "read_peak_memory", lambda devices: 3 * 2**20)  # as of a GPU
     report = {2: lambda step, loss: ctl_core.report(step, loss=loss)}
@@ -274,7 +276,9 @@ def test_summaries_have_the_learning_rate_and_the_speed(
             assert value == pytest.approx(expected, rel=1e-4)
     assert scalars[16, "progress/peak_gpu_memory_mib"] == 3.0
     lines = map(json.loads, Path(state.run_dir, "metrics.jsonl").read_text().splitlines())
-    assert {name for line in lines for name in line} == {"step", "split", "loss"}
+    assert {name for line in lines for name in line} == {
+        "step", "split", "loss", "learning_rate",
+    }  # fmt: skip
 
 
 def test_a_profile_changes_no_bit_and_ends_with_a_failing_hook(train: Train) -> None:
@@ -334,9 +338,9 @@ def test_the_progress_line_stays_within_the_terminal(width: int) -> None:
     console, written = terminal(width)
     console.start(0, 1000)
     for step in range(1, 1001):
-        console.step(step)
         if step % 100 == 0:
             console.values(step, "train", {"loss": 1.0 / step, LONG: 12345.678})
+        console.advance(step)
     console.stop()
     lines = screen(written.getvalue())
     assert lines and max(map(len, lines)) <= width
@@ -346,41 +350,107 @@ def test_the_progress_line_stays_within_the_terminal(width: int) -> None:
         assert f"loss 0.001  {LONG} 1.235e+04" in lines[-1], "no markup, no emoji"
 
 
+def test_a_narrow_terminal_has_no_bar_and_then_fewer_words() -> None:
+    line = ProgressLine(
+        step="step 300/600",
+        epoch="epoch 3/6",
+        values="loss 0.2247",
+        speed="145 steps/s",
+        elapsed="0:12",
+        remaining="0:24 left",
+        share=0.5,
+    )
+    text = "step 300/600  epoch 3/6  loss 0.2247  145 steps/s  0:12  0:24 left"
+    assert str(line) == text
+    full = line.fit(140)
+    assert "━" * 20 + "─" * 20 in full and full.replace("━" * 20 + "─" * 20 + "  ", "") == text
+    assert line.fit(len(text) + 12).count("━") == line.fit(len(text) + 12).count("─") == 5
+    assert line.fit(len(text)) == text
+    assert line.fit(len(text) - 1) == text.replace("  0:12", "")
+    assert line.fit(50) == "step 300/600  epoch 3/6  loss 0.2247  0:24 left"
+    assert line.fit(25) == "step 300/600  loss 0.2247"
+    assert line.fit(20) == "step 300/600  loss …"
+
+
 def test_messages_appear_above_the_progress_line_as_they_are() -> None:
     console, written = terminal(40)
     console.start(0, 10)
     for _ in range(2):  # said once
         console.warn(f"{LONG} and then some more words than the terminal has columns")
-    console.values(5, "eval", {"accuracy": 0.5})
-    console.step(10)
+    console.values(5, "eval", {"accuracy": 0.5}, remark="in 0.1 s")
+    console.advance(10)
     console.stop()
     console.say("done")
     lines = screen(written.getvalue())
     warning = f"warning: {LONG} and then some more words than the terminal has columns"
     assert lines.count(warning) == 1
-    assert "step 5/10  eval: accuracy 0.5" in lines
+    assert "step 5/10  eval: accuracy 0.5  in 0.1 s" in lines
     assert lines[-1] == "done" and lines[-2].startswith("step 10/10")
 
 
-def test_console_prints_plain_lines_into_a_pipe(
+def test_show_step_prints_what_the_engine_does_not_show(capfd: pytest.CaptureFixture[str]) -> None:
+    """From a user's function, a line; from a deferred hook or beside a live line, nothing."""
+    console, written = terminal(80)
+    console.start(0, 10)
+    console.step(5)
+    console.stop()
+    assert "\nstep 5" not in "\n".join(screen(written.getvalue())[1:])
+    plain = Console()
+    plain.start(0, 10)
+    plain._printed_at = -math.inf  # a second is over
+    with plain.defer():
+        plain.step(4)
+    plain.step(5)
+    plain.step(6)
+    assert capfd.readouterr().out.splitlines()[0].startswith("step 5/10")
+
+
+def test_many_values_can_be_kept_from_the_console() -> None:
+    console, written = terminal(140)
+    heard: list[Any] = []
+    console.listeners = SimpleNamespace(tell=lambda *values: heard.append(values))
+    console.start(0, 10)
+    before = activate(console)
+    for name in "abcdef":
+        ctl_core.report(5, **{name: 1.0})
+    ctl_core.report(5, loss=2.0, console=True)
+    ctl_core.report(5, hidden=3.0, console=False)
+    activate(before)
+    console.advance(5)
+    console.stop()
+    last = screen(written.getvalue())[-1]
+    assert "loss 2  c 1  d 1  e 1  f 1" in last and "hidden" not in last
+    assert heard[-1] == ("values", 5, "train", {"hidden": 3.0})
+
+
+def test_console_prints_few_lines_into_a_pipe(
     train: Train, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default hooks: a line for each loss, and no line for each step."""
-    state = train(make_hooks(every_steps=ctl_core.hooks.defaults.every_steps), steps=40)
+    """The default hooks: a line every few seconds, and one at the end."""
+    every_steps = ctl_core.hooks.defaults.every_steps
+    state = train(make_hooks(every_steps=every_steps), steps=40)
     out, err = capfd.readouterr()
     assert err == "" and "\x1b" not in out and "\r" not in out
-    first, *others = out.splitlines()
+    first, parameters, *others = out.splitlines()
     assert "training, to step 40, batch size 16, 1 replica on CPU" in first
-    losses = [line for line in others if re.match(r"step \d+/40  loss [0-9.e+-]+(  |$)", line)]
-    assert [int(re.split("[ /]", line)[1]) for line in losses] == [10, 20, 30, 40]
-    assert others[-1].startswith("done: step 40")
+    assert "parameters to train" in parameters
+    last, done, where = others
+    assert re.fullmatch(r"step 40/40  loss [0-9.e+-]+(  [0-9.]+ steps/s)?  0:\d\d", last)
+    assert done.startswith("done: step 40")
+    assert where.startswith(f"Everything is in {state.run_dir}. Next: tensorboard --logdir ")
+
+    train(make_hooks(every_steps=every_steps), steps=80, run_name="often", log_seconds=1e-3)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split("  loss")[0] for line in lines[-3:]] == [
+        f"step {n}/80" for n in (60, 70, 80)
+    ]
     kind = type(state.strategy.extended)  # as it is where there is a GPU
     monkeypatch.setattr(kind, "worker_devices", ("/replica:0/task:0/device:GPU:0",))
     reason = "1 replica on GPU, not compiled: it trains on a CPU."  # as it did
     assert describe_start(state, 0, 41).endswith(reason)
     peaks = {"current": 2**20, "peak": 3 * 2**20}
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", {"GPU:0": peaks}.get)
-    assert "; at most 3 MiB of a GPU's memory" in describe_end(state, 0)
+    assert "; at most 3 MiB of a GPU's memory" in describe_end(state, 0)[0]
 
 
 # ---- Standard error ------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_files_of_a_run(run: Path) -> None:
     assert not {"ctl-core", "ctl_core", "pip", "setuptools", "wheel"} & names
 
     log = (run / "train.log").read_text()
-    assert "INFO" in log and "step 2/6  loss " in log and "done: step 6" in log
+    assert "INFO" in log and "step 6/6  eval: loss " in log and "done: step 6" in log
 
 
 def test_values_of_a_run(run: Path) -> None:
@@ -115,7 +115,8 @@ def test_values_of_a_run(run: Path) -> None:
     for line in lines:
         step, split = line.pop("step"), line.pop("split")
         values[split] |= {(step, name): value for name, value in line.items()}
-    assert {*values["train"]} == {(n, name) for n in (2, 4, 6) for name in ("loss", "own", "error")}
+    names = ("loss", "own", "error", "learning_rate")
+    assert {*values["train"]} == {(step, name) for step in (2, 4, 6) for name in names}
     assert {*values["eval"]} == {(step, name) for step in (3, 6) for name in ("loss", "error")}
 
     for step in (3, 6):

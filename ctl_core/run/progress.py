@@ -1,0 +1,168 @@
+"""How far a training is and how fast it goes, as one line of text."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from rich.console import Console as Terminal
+from rich.progress import ProgressColumn, Task
+from rich.text import Text
+
+# The most values of a line: the loss, and the latest others.
+MOST_VALUES = 5
+# The columns of a bar.
+SHORTEST_BAR = 5
+LONGEST_BAR = 40
+# The seconds of training that an estimate of the remaining time is based on, at least.
+SHORTEST_ESTIMATE = 2.0
+_SPACE = "  "
+
+
+@dataclasses.dataclass
+class ProgressLine:
+    """The parts of the line; each is text, or "" if it is not known.
+
+    Attributes:
+        step: such as ``step 300/600``
+        epoch: such as ``epoch 3/10``
+        values: such as ``loss 0.2247  accuracy 0.9499``
+        speed: such as ``145 steps/s``
+        elapsed: such as ``0:12``
+        remaining: such as ``0:24 left``
+        share: how much of the training is done, from 0 to 1
+    """
+
+    step: str = ""
+    epoch: str = ""
+    values: str = ""
+    speed: str = ""
+    elapsed: str = ""
+    remaining: str = ""
+    share: float = 0.0
+
+    def __str__(self) -> str:
+        """The line for a file or a pipe, in full and without a bar."""
+        parts = [self.step, self.epoch, self.values, self.speed, self.elapsed, self.remaining]
+        return _SPACE.join(filter(None, parts))
+
+    def fit(self, width: int) -> str:
+        """Returns the line for a terminal of ``width`` columns, with a bar if there is room.
+
+        In a narrow terminal, the bar becomes shorter and then disappears. Then the elapsed time,
+        the speed, the epoch and the remaining time are left out, in this order. The values are cut
+        off last.
+        """
+        parts = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "values": self.values,
+            "speed": self.speed,
+            "elapsed": self.elapsed,
+            "remaining": self.remaining,
+        }
+        parts = {name: text for name, text in parts.items() if text}
+        for name in ("elapsed", "speed", "epoch", "remaining"):
+            if len(_SPACE.join(parts.values())) <= width:
+                break
+            parts.pop(name, None)
+        line = _SPACE.join(parts.values())
+        if len(line) > width:
+            return f"{line[: max(0, width - 1)]}…"
+        room = min(width - len(line) - len(_SPACE), LONGEST_BAR)
+        if room < SHORTEST_BAR:
+            return line
+        beginning = _SPACE.join(parts.pop(name) for name in ("step", "epoch") if name in parts)
+        return _SPACE.join([beginning, draw_bar(self.share, room), *parts.values()])
+
+
+def draw_bar(share: float, width: int) -> str:
+    """Returns a bar of ``width`` characters, of which a share is filled."""
+    filled = int(min(max(share, 0.0), 1.0) * width)
+    return "━" * filled + "─" * (width - filled)
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns ``1:05`` or ``2:03:04``."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    if hour:
+        return f"{hour}:{minute:02}:{second:02}"
+    return f"{minute}:{second:02}"
+
+
+class LineColumn(ProgressColumn):
+    """Shows a ``ProgressLine`` as the only column of a ``rich`` progress display."""
+
+    def __init__(self, terminal: Terminal, get_line: Callable[[], ProgressLine]) -> None:
+        super().__init__()
+        self._terminal = terminal
+        self._get_line = get_line
+
+    def render(self, task: Task) -> Text:
+        """Returns the line; ``rich`` calls this twice a second."""
+        line = self._get_line().fit(self._terminal.width)
+        return Text(line, no_wrap=True, overflow="crop")
+
+
+class Pace:
+    """Measures the speed of a training, and estimates how long it still takes."""
+
+    def __init__(self, start: int, total: int, training_clock: Callable[[], float]) -> None:
+        """Begins to measure.
+
+        Args:
+            start: the step from which this process trains
+            total: the last step of the run
+            training_clock: the seconds of training, without evaluations and checkpoints
+        """
+        self._total = total
+        self._training_clock = training_clock
+        self._begun = time.monotonic()
+        self._first: tuple[float, int] | None = None
+        self._mark: tuple[float, int] | None = None
+        self._step = start
+        self._speed = 0.0
+
+    def advance(self, step: int, is_warm: bool = True) -> None:
+        """Notes the step that a graph call has reached.
+
+        Args:
+            step: the last step of the call
+            is_warm: whether the call counts. In its first call, TensorFlow optimizes or compiles a
+                graph; the speed is measured from there.
+        """
+        self._step = step
+        if self._first is None or not is_warm:
+            self._first = (time.monotonic(), step)
+            self._mark = (self._training_clock(), step)
+
+    def measure_speed(self, shortest: float) -> float:
+        """Returns the steps per second since the last measurement; 0 if it is not known yet.
+
+        Args:
+            shortest: the seconds of training that a measurement takes at least; before they are
+                over, the last speed is returned again
+        """
+        if self._mark is None:
+            return 0.0
+        seconds = self._training_clock() - self._mark[0]
+        steps = self._step - self._mark[1]
+        if steps > 0 and seconds >= shortest:
+            self._speed = steps / seconds
+            self._mark = (self._training_clock(), self._step)
+        return self._speed
+
+    def measure_elapsed(self) -> float:
+        """Returns the seconds since the start."""
+        return time.monotonic() - self._begun
+
+    def estimate_remaining(self) -> float | None:
+        """Returns the seconds until the last step, with everything; None if they are not known."""
+        if self._first is None or self._step <= self._first[1] or self._step >= self._total:
+            return None
+        seconds = time.monotonic() - self._first[0]
+        if seconds < SHORTEST_ESTIMATE:
+            return None
+        return seconds / (self._step - self._first[1]) * (self._total - self._step)
