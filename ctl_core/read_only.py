@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ctl_core.build import create_state
 from ctl_core.checkpoint.checkpoints import Checkpoints
-from ctl_core.checkpoint.source import CheckpointName, Source
+from ctl_core.checkpoint.source import CheckpointName, choose_checkpoint
 from ctl_core.cluster.task import Task
 from ctl_core.model.state import State
 from ctl_core.run.console import Console, create_console
@@ -60,7 +60,10 @@ def restore_run(
         SetupError: there is no such checkpoint, or it does not fit.
     """
     with open_run(callbacks, config) as (state, run, console):
-        source = Source("checkpoint", run.path, checkpoint)
+        source = choose_checkpoint(run.path, checkpoint)
         Checkpoints(state, console).restore(source, with_input=False)
-        console.say(f"{run.shown}: checkpoint of step {state.step}.")
+        note = ""
+        if source.wanted == "best" and checkpoint is None:
+            note = ", the best one; --checkpoint last takes the newest"
+        console.say(f"{run.shown}: checkpoint of step {state.step}{note}.")
         yield state, console

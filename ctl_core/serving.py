@@ -378,7 +378,8 @@ def load(
 
     Args:
         run: the folder of the run, such as ``runs/a``
-        checkpoint: its step, or ``best`` for the one of ``keep_best``; default: the newest
+        checkpoint: its step; ``best``, which ``keep_best`` keeps; or ``last``. By default, the
+            best one if the run keeps one
         callbacks: a module, a dict or any object with the hooks, instead of the project's file
 
     Raises:

@@ -11,13 +11,14 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from ctl_core.checkpoint.record import list_saved_steps, read_complete_records
+from ctl_core.checkpoint.record import is_whole, list_saved_steps, read_complete_records
 from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config, Count
 
-CheckpointName = Count | Literal["best"] | None
+# A step; the one that ``keep_best`` keeps; the newest; or, for None, the best if the run keeps one.
+CheckpointName = Count | Literal["best", "last"] | None
 _NAME = re.compile(r"(?P<run>.+?)(?:@(?P<step>\d{1,18}|best))?", re.DOTALL)
 
 
@@ -33,7 +34,7 @@ class Source:
 
     setting: str
     run: Path
-    wanted: CheckpointName = None
+    wanted: int | Literal["best"] | None = None
 
     @property
     def folder(self) -> Path:
@@ -72,6 +73,21 @@ class Source:
         return read_run_settings(self.run).values.get("jit_compile") is True
 
 
+def choose_checkpoint(run: Path, name: CheckpointName) -> Source:
+    """Returns the checkpoint of a run that a command reads.
+
+    Args:
+        run: the folder of the run
+        name: None for the best checkpoint if the run keeps one that is complete, else the newest
+    """
+    if name == "last":
+        return Source("checkpoint", run)
+    best = run / "ckpt" / "best"
+    if name is None and any(is_whole(best, step) for step in list_saved_steps(best)):
+        name = "best"
+    return Source("checkpoint", run, name)
+
+
 def read_source(setting: str, text: str, runs_dir: str) -> Source:
     """Parses RUN, RUN@STEP or RUN@best, where RUN is the name of a run in ``runs_dir``, or a path.
 
@@ -90,9 +106,11 @@ def read_source(setting: str, text: str, runs_dir: str) -> Source:
     )
 
 
-def _parse_step(text: str | None) -> CheckpointName:
-    if text is None or text == "best":
-        return text  # type: ignore[return-value]
+def _parse_step(text: str | None) -> int | Literal["best"] | None:
+    if text is None:
+        return None
+    if text == "best":
+        return "best"
     return int(text)
 
 

@@ -41,7 +41,10 @@ _OPTIONS: dict[str, Any] = {
     "check": (bool, declare(False, "try everything once, in a temporary folder")),
     "background": (bool, declare(False, "go on without the terminal, once a step was taken")),
     "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
-    "checkpoint": (CheckpointName, declare(None, "a step, or best; null: the newest")),
+    "checkpoint": (
+        CheckpointName,
+        declare(None, "a step, best or last; null: best, if kept"),
+    ),
     "watch": (bool, declare(False, "evaluate each new checkpoint of a run in training")),
     "input": (_File | None, declare(None, "a .npy file, or a .npz file of named inputs")),
     "dataset": (str | None, declare(None, "which dataset, if create_eval_dataset returns several")),

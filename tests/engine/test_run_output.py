@@ -412,7 +412,7 @@ def test_many_values_can_be_kept_from_the_console() -> None:
     console.start(0, 10)
     before = activate(console)
     for name in "abcdef":
-        ctl_core.report(5, **{name: 1.0})
+        ctl_core.report(5, console=True, **{name: 1.0})
     ctl_core.report(5, loss=2.0, console=True)
     ctl_core.report(5, hidden=3.0, console=False)
     activate(before)

@@ -249,3 +249,40 @@ def test_a_process_whose_peer_dies_ends_with_75(project: Path) -> None:
     processes[1].communicate()
     assert processes[0].returncode == 75, err
     assert err.count("error: ") == 1 and "Traceback" not in err
+
+
+WORSENING = """
+import keras
+import numpy as np
+import tensorflow as tf
+from tests.golden import small
+create_dataset = small.create_dataset
+create_eval_dataset = small.create_eval_dataset
+create_model = small.create_model
+create_loss = small.create_loss
+def create_opt(lr):
+    return keras.optimizers.SGD(lr)
+def after_eval(step, lr):
+    lr.assign(100.0)  # from here on, the model becomes worse
+every_steps = {}
+"""
+
+
+def test_commands_use_the_best_checkpoint_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = engine.commands_here(tmp_path, monkeypatch, capfd)
+    (tmp_path / "callbacks.py").write_text(WORSENING)
+    flags = ("--steps=6", "--batch-size=16", "--run-name=a", "--eval-every=2", "--ckpt-every=2")
+    trained = command("train", *flags, "--learning-rate=0.05", "--keep-best=loss")
+    assert trained.code == 0 and "  best loss so far\n" in trained.out, trained.err
+    assert "step 4/6  eval" in trained.out and trained.out.count("best loss so far") == 1
+    assert "; the best checkpoint is that of step 2.\n" in trained.out
+
+    best = command("evaluate", "a").out
+    assert "checkpoint of step 2, the best one; --checkpoint last takes the newest.\n" in best
+    assert best.splitlines()[-1] == command("evaluate", "a", "--checkpoint=2").out.splitlines()[-1]
+    assert "checkpoint of step 6.\n" in command("evaluate", "a", "--checkpoint=last").out
+    assert "checkpoint of step 2, the best one" in command("export", "a").out
+    assert ctl_core.load(tmp_path / "runs/a").step == 2
+    assert ctl_core.load(tmp_path / "runs/a", "last").step == 6
