@@ -297,7 +297,17 @@ class _Builder:
     def _create_ckpt(
         self, components: Components, rate: LearningRate
     ) -> tuple[tf.train.Checkpoint, tf.train.CheckpointManager]:
-        """Calls ``create_ckpt``; returns its checkpoint and its manager."""
+        """Calls ``create_ckpt``; returns its checkpoint and its manager.
+
+        Raises:
+            SetupError: ``keep`` is set, and the hook does not use it.
+        """
+        hook = self.hooks.create_ckpt
+        if self.config.keep != SETTINGS["keep"].default and "config" not in hook.arguments:
+            raise SetupError(
+                f"keep: {hook} does not use it; write max_to_keep=config.keep there, and name "
+                "config among the arguments."
+            )
         prepare_list(self.run.ckpt)
         return self._create(
             "create_ckpt",

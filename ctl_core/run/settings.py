@@ -128,6 +128,7 @@ class Config:
     log_seconds: float = declare(
         10.0, "seconds between lines of progress in a log or a pipe", gt=0, lt=1e6
     )
+    keep: Number = declare(50, "number of the newest checkpoints that are kept")
     keep_best: _Best | None = declare(None, "keep the best by METRIC or METRIC:max", "loss")
     early_stop: _Patience | None = declare(
         None,

@@ -76,12 +76,12 @@ def create_opt(lr):
     return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
 
 
-def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss):
+def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss, config):
     """Says what a checkpoint holds, and how many checkpoints are kept."""
     ckpt = tf.train.Checkpoint(
         step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
     )
-    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=50)
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=config.keep)
 
 
 def input_pre(batch):

@@ -27,7 +27,7 @@ VALUES: dict[str, Any] = {
     "ema": (".9", 0.9), "seed": 2**32 - 1, "run_name": "2024-01-05b", "fork": "b/c@best",
     "init_from": "m.keras", "init_skip": ("head/*", ["head/*"]), "ckpt_every": "10min",
     "eval_every": "2epochs", "eval_batch_size": 32, "limit_eval": 3, "max_time": "7h30m",
-    "log_every": 5, "log_seconds": 5.0, "keep_best": "a:max", "early_stop": "a:max:1",
+    "log_every": 5, "log_seconds": 5.0, "keep": 3, "keep_best": "a:max", "early_stop": "a:max:1",
     "strategy": "mirrored",
     "virtual_devices": 2, "workers": 2, "max_restarts": 0, "deterministic": True,
     "profile": ("50:61", "50:61"), "runs_dir": "else where",

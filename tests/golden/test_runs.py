@@ -286,3 +286,30 @@ def test_commands_use_the_best_checkpoint_and_say_so(
     assert "checkpoint of step 2, the best one" in command("export", "a").out
     assert ctl_core.load(tmp_path / "runs/a").step == 2
     assert ctl_core.load(tmp_path / "runs/a", "last").step == 6
+
+
+def test_keep_is_the_number_of_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A manager that does not use it is refused, with its line."""
+    command = engine.commands_here(tmp_path, monkeypatch, capfd)
+    callbacks = tmp_path / "callbacks.py"
+    callbacks.write_text(WORSENING)
+    flags = ("train", "--steps=5", "--batch-size=16", "--run-name=a", "--ckpt-every=1")
+    assert command(*flags, "--keep=2").code == 0
+    kept = sorted(path.name for path in (tmp_path / "runs/a/ckpt/engine").glob("*.json"))
+    assert kept == ["ckpt-4.json", "ckpt-5.json"]
+
+    own = """
+def create_ckpt(ckpt_path, step, train_model):
+    ckpt = tf.train.Checkpoint(step=step, train_model=train_model)
+    return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=9)
+"""
+    callbacks.write_text(WORSENING + own)
+    outcome = command(*flags, "--keep=2")
+    line = len(WORSENING.splitlines()) + 2
+    assert (outcome.code, outcome.err) == (
+        2,
+        f"error: keep: create_ckpt (callbacks.py:{line}) does not use it; write "
+        "max_to_keep=config.keep there, and name config among the arguments.\n",
+    )
