@@ -22,7 +22,9 @@ def define_copy(
 ) -> Callable[[], None]:
     """Returns a graph function that assigns the values of variables to others.
 
-    All values are read before the first one is assigned, so variables may be in both lists.
+    All values are read before the first one is assigned, so variables may be in both lists. The
+    function is traced here, since TensorFlow would take the functions of several lists for one that
+    is traced again and again, and warn of it.
     """
 
     @tf.function(autograph=False)
@@ -32,7 +34,7 @@ def define_copy(
             with tf.device(target.device):
                 target.assign(value)
 
-    return copy  # type: ignore[no-any-return]
+    return copy.get_concrete_function()  # type: ignore[no-any-return]
 
 
 class ReplicaCopies:

@@ -76,6 +76,13 @@ def find_listener(name: str) -> type[Listener]:
     module, _, attribute = name.replace(":", ".").rpartition(".")
     try:
         listener = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        if f"{module}.".startswith(f"{missing}."):
+            raise SetupError(f"listener: {name}: there is no module {missing}.") from error
+        raise SetupError(
+            f"listener: {name} needs the package {missing}: pip install {missing}"
+        ) from error
     except (Exception, SystemExit) as error:
         raise SetupError(f"listener: {name}: {format_error(error)}") from error
     if not (isinstance(listener, type) and issubclass(listener, Listener)):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -81,6 +82,7 @@ class Run:
         self.config_file = self.path / "config.yaml"
         self.task = task
         self.steps_taken = 0
+        self._has_given_name = config.run_name is not None
         self._first_step = 0
         self.summaries = Summaries(self.path / "tb", task.chief)
         self.listeners = Listeners([MetricsFile(), self.summaries, TrainingLog(note), *listeners])
@@ -182,12 +184,22 @@ class Run:
             self.config_file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Closes the summaries and the log, and releases the lock."""
+        """Closes the summaries and the log, and releases the lock.
+
+        A run that nobody named, and that failed before it began, leaves no folder behind.
+        """
         self.summaries.close()
         LOG.removeHandler(self._log)
         with contextlib.suppress(OSError):
             self._log.close()
+        has_lock = self._lock is not None
         self._release_lock()
+        if has_lock and not self._has_given_name and self._is_unused():
+            shutil.rmtree(self.path)
+
+    def _is_unused(self) -> bool:
+        """Returns whether the folder contains nothing but the log."""
+        return {path.name for path in self.path.iterdir()} <= {"train.log"}
 
     def _release_lock(self) -> None:
         """Lets other processes train the run."""

@@ -155,6 +155,15 @@ def test_listener_that_cannot_be_used_is_refused_before_the_run(name: str, cli: 
     assert not Path("runs").exists()
 
 
+def test_listener_whose_package_is_missing_names_the_command(cli: Cli) -> None:
+    Path("tracking.py").write_text("import a_lacking_package\n")
+    message = (
+        "error: listener: tracking.Any needs the package a_lacking_package: pip install "
+        "a_lacking_package\n"
+    )
+    refused(cli(small.CALLBACKS, "--listener", "tracking.Any"), message)
+
+
 # ---- training_log.md -----------------------------------------------------------------------------
 
 LOG = Path("training_log.md")
@@ -451,6 +460,19 @@ def test_console_prints_few_lines_into_a_pipe(
     peaks = {"current": 2**20, "peak": 3 * 2**20}
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", {"GPU:0": peaks}.get)
     assert "; at most 3 MiB of a GPU's memory" in describe_end(state, 0)[0]
+
+
+def test_a_start_that_fails_leaves_no_dated_folder(tmp_path: Path) -> None:
+    """One with a name keeps its log."""
+
+    def fail() -> None:
+        raise ValueError("mine")
+
+    for name, left in ((None, []), ("named", ["named"])):
+        config = ctl_core.Config(steps=1, batch_size=16, runs_dir=str(tmp_path), run_name=name)
+        with pytest.raises(ctl_core.SetupError, match="mine"):
+            ctl_core.train(small.hooks(create_model=fail), config)
+        assert [path.name for path in tmp_path.iterdir()] == left
 
 
 # ---- Standard error ------------------------------------------------------------------------------
