@@ -159,7 +159,7 @@ def test_listener_whose_package_is_missing_names_the_command(cli: Cli) -> None:
     Path("tracking.py").write_text("import a_lacking_package\n")
     message = (
         "error: listener: tracking.Any needs the package a_lacking_package: pip install "
-        "a_lacking_package\n"
+        "a_lacking_package"
     )
     refused(cli(small.CALLBACKS, "--listener", "tracking.Any"), message)
 
