@@ -31,6 +31,9 @@ UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
 # Ops that have, or draw from, a state outside of the pipeline.
 _STATEFUL_OPS = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
 
+# A smaller position (bytes) is not worth a word.
+LARGE_POSITION = 10_000_000
+
 
 class InputPosition:
     """The position of this process in the training data.
@@ -41,6 +44,7 @@ class InputPosition:
     def __init__(self, state: State, console: Console) -> None:
         self._state = state
         self._console = console
+        self._is_weighed = False
         reader = state.data.reader
         self._caches = reader is None and (
             has_snapshot(state.data.dataset) or bool(list_cache_files(state.data.dataset))
@@ -110,6 +114,22 @@ class InputPosition:
         if tensors:
             tf.raw_ops.SaveV2(tensors=tensors, **_name_tensors(prefix, len(tensors)))
             record.input_saved = has_draws(prefix, self._state.data.dataset)
+            self._weigh(prefix)
+
+    def _weigh(self, prefix: Path) -> None:
+        """Says once if the position takes more room in a checkpoint than the variables."""
+        if self._is_weighed:
+            return
+        self._is_weighed = True
+        position = sum(file.stat().st_size for file in prefix.parent.glob(f"{prefix.name}.*"))
+        variables = self._state.recording.variables.values()
+        sizes = [variable.dtype.size * variable.shape.num_elements() for variable in variables]
+        if position > max(LARGE_POSITION, sum(sizes)):
+            self._console.say(
+                f"each checkpoint holds {position / 1e6:.0f} MB of the position in the data, such "
+                f"as shuffle buffers, beside {sum(sizes) / 1e6:.1f} MB of variables; "
+                "ctl.data.index_shuffle has no buffer, and --keep 3 keeps fewer checkpoints."
+            )
 
     def restore(self, record: Record, prefix: Path) -> None:
         """Goes to the position of a record, by reading and dropping examples if need be."""

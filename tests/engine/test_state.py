@@ -1,5 +1,6 @@
 """A run that is resumed, or begins from another, has all that the other had."""
 
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core.checkpoint import position
 from ctl_core.commands import use
 from tests.golden import small
 from tests.helpers.cases import (
@@ -51,6 +53,26 @@ def test_statistics_of_each_replica_resume(train: Train) -> None:
     whole = assert_resumes(train, program, virtual_devices=2)
     counters = [v for path, v in whole.items() if path.startswith("create_model/")]
     assert 12 * 16 in {float(v) for v in counters if not v.ndim}
+
+
+@pytest.mark.parametrize("buffer", [4, 4000])
+def test_a_position_that_outweighs_the_model_is_mentioned_once(
+    train: Train, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, buffer: int
+) -> None:
+    """Each element of the buffer has 1,000 numbers; the variables are a few hundred."""
+    monkeypatch.setattr(position, "LARGE_POSITION", 1_000_000)
+
+    def create_dataset(global_batch_size: int) -> tf.data.Dataset:
+        inputs, target = (tf.constant(array) for array in regression_data())
+        numbers = tf.data.Dataset.range(10_000).map(lambda index: tf.range(index, index + 1000))
+        examples = tf.data.Dataset.from_tensor_slices((inputs, target)).repeat()
+        examples = tf.data.Dataset.zip(examples, numbers).shuffle(buffer, seed=1)
+        return examples.map(lambda pair, _: pair).batch(global_batch_size)
+
+    train(make_hooks(create_dataset=create_dataset), steps=4, ckpt_every=2)
+    text = capfd.readouterr().out
+    mentioned = re.findall(r"each checkpoint holds \d+ MB of the position in the data", text)
+    assert len(mentioned) == int(buffer > 100), text
 
 
 def test_an_evaluation_changes_no_bit_of_training(train: Train) -> None:
