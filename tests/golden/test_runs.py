@@ -1,9 +1,16 @@
 """Runs as their users see them: resumed by name, their settings, signals, disks, two at once."""
 
 import contextlib
+import fcntl
+import os
+import pty
+import re
 import shutil
 import signal
+import struct
 import subprocess
+import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +23,8 @@ import yaml
 import ctl_core
 from tests.golden import compare, engine, small
 from tests.golden.engine import Command
+
+ROOT = Path(__file__).parents[2]
 
 FLAGS = ("--batch-size=16", "--learning-rate=0.05", "--run-name=a")
 
@@ -313,3 +322,49 @@ def create_ckpt(ckpt_path, step, train_model):
         f"error: keep: create_ckpt (callbacks.py:{line}) does not use it; write "
         "max_to_keep=config.keep there, and name config among the arguments.\n",
     )
+
+
+SLOW = """
+import time
+import tensorflow as tf
+from tests.golden import small
+from tests.golden.small import create_loss, create_model
+every_steps = {}
+def create_dataset(global_batch_size):
+    def read(inputs, target):
+        slept = tf.numpy_function(sleep, [target], tf.float32)
+        return inputs, tf.ensure_shape(slept, target.shape)
+    def sleep(target):
+        time.sleep(0.1)
+        return target
+    return small.create_dataset(global_batch_size).map(read)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [40, 80, 140])
+def test_a_terminal_shows_steps_whatever_hooks_there_are(tmp_path: Path, columns: int) -> None:
+    """No hook shows a step; the line moves while training takes about ten seconds."""
+    (tmp_path / "callbacks.py").write_text(SLOW)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    words = ["train", "--steps=90", "--batch-size=16", "--run-name=a"]
+    environ = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
+    training = subprocess.Popen(
+        [sys.executable, "-m", "ctl_core", *words],
+        cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that the other side is closed
+        while part := os.read(ours, 65536):
+            shown += part
+    assert training.wait() == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    lines = [line for line in re.split(r"[\r\n]+", text) if re.match(r"step \d+/90", line)]
+    assert len({line.split("/")[0] for line in lines}) >= 5
+    assert max(map(len, lines)) <= columns
+    assert text.startswith("a: loading TensorFlow")
+    for word in ("steps/s", "left"):
+        assert any(word in line for line in lines) or columns == 40
+    assert any("━" in line for line in lines)
