@@ -81,11 +81,6 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
             "strategy: multi_worker needs TF_CONFIG in the environment of each process; on one "
             "machine, --workers K starts them."
         )
-    if task.processes > 1 and config.logical_replicas is not None:
-        raise SetupError(
-            f"logical_replicas: trains in one process, but TF_CONFIG names {task.processes}; leave "
-            "the setting out in a cluster."
-        )
     if (task.processes > 1 or task.kind == "evaluator") and config.run_name is None:
         raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
     return task
