@@ -1,0 +1,168 @@
+"""What each process of a cluster with logical replicas runs: programs, one after the other.
+
+``python -m tests.golden.logical_cluster RUNS START NEXT DEVICES KILLED STEPS NAME...`` trains each
+program as RUNS/START-NAME up to a step, on as many devices of each process. RUNS/NEXT-NAME becomes
+what a kill after the step KILLED would leave.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ctl_core
+from tests.golden import engine, small
+from tests.golden.test_logical_replicas import (
+    LOGICAL_REPLICAS,
+    Counter,
+    Noise,
+    make_hooks,
+    train,
+)
+
+layers = keras.layers
+
+
+def make_noisy() -> SimpleNamespace:
+    """A small model with noise and batch statistics, which is evaluated."""
+    return small.hooks(
+        create_model=lambda: small.model_with(
+            layers.BatchNormalization(momentum=0.9), layers.Dropout(0.3)
+        ),
+        create_eval_dataset=small.create_eval_dataset,
+        create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
+    )
+
+
+def add_to_digest(state: dict[str, Any], step: int, output: Any, batch: Any) -> None:
+    """Keeps a checksum of all outputs and batches so far, which the checkpoint holds."""
+    digest = hashlib.sha256(state.get("digest", "").encode())
+    for tensor in tf.nest.flatten((output, batch), expand_composites=True):
+        digest.update(f"{step} {tensor.shape}".encode() + tf.io.serialize_tensor(tensor).numpy())
+    state["digest"] = digest.hexdigest()
+
+
+def make_observed() -> SimpleNamespace:
+    """Host hooks see texts and ragged tensors, and a generator and counters are written.
+
+    The gradients fill several buckets. An odd step computes nothing for a host hook.
+    """
+    arrays = small.data()
+    texts = np.array([f"text {number}" * (number % 5) for number in range(small.EXAMPLES)])
+
+    def create_model() -> keras.Model:
+        inputs = keras.Input((small.FEATURES,))
+        hidden = layers.BatchNormalization(momentum=0.9)(layers.Dense(1100)(inputs))
+        hidden = layers.Dense(1100)(layers.Dropout(0.3)(Counter()(Noise()(hidden))))
+        return keras.Model(inputs, [layers.Dense(1)(hidden), hidden])
+
+    class WithRagged(keras.layers.Layer):
+        """Adds a ragged output to those of the model, with as many numbers as the text is long."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = create_model()
+
+        def call(self, batch: Any, training: bool = False) -> Any:
+            output, hidden = self.model(batch[0][0], training=training)
+            lengths = tf.strings.length(batch[0][1])
+            return output, tf.RaggedTensor.from_tensor(hidden, lengths=lengths), lengths > 10
+
+    hooks = small.hooks(
+        create_dataset=small.slices(((arrays[0], texts), arrays[1])),
+        create_model=WithRagged,
+        create_opt=keras.optimizers.Adam,
+        every_steps={2: add_to_digest},
+    )
+    hooks.input_pre = lambda batch: batch
+    hooks.loss_pre = lambda output, batch: (output[0], batch[1])
+    return hooks
+
+
+def make_elements() -> SimpleNamespace:
+    """Each element of the dataset is the share of a logical replica: two sets of points."""
+
+    def create_dataset() -> tf.data.Dataset:
+        inputs, target = small.data()
+
+        def take(start: tf.Tensor) -> Any:
+            sizes = tf.cast(tf.stack([2 + start % 3, 1 + start % 2]), tf.int32)
+            points = tf.constant(inputs)[start : start + tf.cast(tf.reduce_sum(sizes), tf.int64)]
+            return {"points": points, "sizes": sizes, "targets": target[:2]}
+
+        return tf.data.Dataset.range(90).map(take)
+
+    def add_up(batch: Any) -> tf.Tensor:
+        return tf.reduce_sum(tf.RaggedTensor.from_row_lengths(batch["points"], batch["sizes"]), 1)
+
+    return small.hooks(
+        create_dataset=create_dataset,
+        count_examples=lambda batch: tf.shape(batch["targets"])[0],
+        input_pre=add_up,
+        loss_pre=lambda output, batch: (output, batch["targets"]),
+        every_steps={2: add_to_digest},
+    )
+
+
+class Program(NamedTuple):
+    """A program.
+
+    Attributes:
+        make_hooks: returns its hooks
+        settings: settings that it needs
+    """
+
+    make_hooks: Callable[[], SimpleNamespace]
+    settings: dict[str, Any] = {}
+
+
+PROGRAMS = {
+    "noisy": Program(make_noisy),
+    "cnn": Program(lambda: make_hooks("cnn")),
+    "transformer": Program(lambda: make_hooks("transformer")),
+    "observed": Program(make_observed),
+    "elements": Program(make_elements, {"batch_size": 2 * LOGICAL_REPLICAS}),
+}
+
+
+def train_program(
+    runs: Path, start: str, name: str, at_step: dict[int, Any] | None = None, **settings: Any
+) -> ctl_core.State:
+    """Trains a program as RUNS/START-NAME."""
+    hooks = PROGRAMS[name].make_hooks()
+    hooks.at_step = at_step or {}
+    return train(
+        hooks,
+        runs,
+        f"{start}-{name}",
+        **{
+            "logical_replicas": LOGICAL_REPLICAS,
+            "ckpt_every": 2,
+            **PROGRAMS[name].settings,
+            **settings,
+        },
+    )
+
+
+def train_and_leave(
+    runs: Path, start: str, next_start: str, devices: int, killed: int, steps: int, name: str
+) -> None:
+    """Trains a program; the chief leaves the folder of the next start as a kill would."""
+
+    def kill(chief: bool) -> None:
+        if chief:
+            engine.leave_as_killed(runs / f"{start}-{name}", runs / f"{next_start}-{name}")
+
+    train_program(runs, start, name, {killed: kill}, steps=steps, virtual_devices=devices)
+
+
+if __name__ == "__main__":
+    folder, first, second, *numbers = sys.argv[1:7]
+    for each in sys.argv[7:]:
+        train_and_leave(Path(folder), first, second, *map(int, numbers), each)
