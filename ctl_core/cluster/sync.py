@@ -153,7 +153,7 @@ class Cluster:
         """
         numbers = self.gather([threads or 0])[:, 0]
         for index, number in enumerate(numbers):
-            if number != numbers[0]:
+            if number != numbers[0] and all(numbers):
                 raise SetupError(
                     f"intra_op_threads: {self.task.describe(index)} has {number} threads, the "
                     f"chief {numbers[0]}, so their bits would differ; on machines with other "

@@ -58,9 +58,7 @@ def gather_texts(texts: tf.Tensor) -> tf.Tensor:
     return tf.io.decode_base64(tf.strings.split(lines, separator).to_tensor())
 
 
-def gather_pieces(
-    ranges: Sequence[range], pieces: list[list[AnyTensor]]
-) -> list[list[AnyTensor]]:
+def gather_pieces(ranges: Sequence[range], pieces: list[list[AnyTensor]]) -> list[list[AnyTensor]]:
     """Returns the pieces of all logical replicas, in their order.
 
     Only the first device of a process returns them with rows, because host hooks get the pieces of

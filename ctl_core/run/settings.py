@@ -96,7 +96,7 @@ class Config:
     batch_size: Number = declare(64, "global batch size, shared out over the replicas")
     accumulate_steps: Number = declare(1, "micro-batches of an update, to save memory, not time")
     logical_replicas: Number | None = declare(
-        None, "shares of a batch: the same bits on any number of devices; slower"
+        None, "shares of a batch: the same bits on any number of devices or processes; slower"
     )
     intra_op_threads: Number | None = declare(
         None, "threads of an op; null: all cores, or TensorFlow's choice"

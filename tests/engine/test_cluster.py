@@ -15,8 +15,8 @@ from tests.golden import engine
 pytestmark = pytest.mark.cluster
 
 CASES = """
-    random_numbers drift decisions not_finite settings_differ data_differs folders_differ
-    layers_frozen_unalike hook_state
+    threads_differ random_numbers drift decisions not_finite settings_differ data_differs
+    folders_differ layers_frozen_unalike hook_state
 """
 
 
@@ -49,6 +49,10 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
     [
         ("drift", ("after step 3, sequential", "out/bias", "between replicas 0 and 1")),
         ("stopped", ("the loss of step 3 is not finite",)),
+        (
+            "threads",
+            ("intra_op_threads: process 1", "has 2 threads, the chief 1", "--intra-op-threads 1"),
+        ),
         ("settings", ("the settings are not the same on every process",)),
         ("data", ("create_dataset (small.py:", "different data")),
         ("later", ("create_dataset (small.py:", "different data")),

@@ -7,9 +7,9 @@ what a kill after the step KILLED would leave.
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import keras
@@ -18,13 +18,7 @@ import tensorflow as tf
 
 import ctl_core
 from tests.golden import engine, small
-from tests.golden.test_logical_replicas import (
-    LOGICAL_REPLICAS,
-    Counter,
-    Noise,
-    make_hooks,
-    train,
-)
+from tests.golden.test_logical_replicas import LOGICAL_REPLICAS, Counter, Noise, make_hooks, train
 
 layers = keras.layers
 
@@ -119,7 +113,7 @@ class Program(NamedTuple):
     """
 
     make_hooks: Callable[[], SimpleNamespace]
-    settings: dict[str, Any] = {}
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 PROGRAMS = {
@@ -135,34 +129,30 @@ def train_program(
     runs: Path, start: str, name: str, at_step: dict[int, Any] | None = None, **settings: Any
 ) -> ctl_core.State:
     """Trains a program as RUNS/START-NAME."""
-    hooks = PROGRAMS[name].make_hooks()
+    program = PROGRAMS[name]
+    hooks = program.make_hooks()
     hooks.at_step = at_step or {}
-    return train(
-        hooks,
-        runs,
-        f"{start}-{name}",
-        **{
-            "logical_replicas": LOGICAL_REPLICAS,
-            "ckpt_every": 2,
-            **PROGRAMS[name].settings,
-            **settings,
-        },
-    )
+    settings = {"ckpt_every": 2, **program.settings, **settings}
+    return train(hooks, runs, f"{start}-{name}", logical_replicas=LOGICAL_REPLICAS, **settings)
 
 
-def train_and_leave(
-    runs: Path, start: str, next_start: str, devices: int, killed: int, steps: int, name: str
-) -> None:
-    """Trains a program; the chief leaves the folder of the next start as a kill would."""
+def leave_for(runs: Path, start: str, next_start: str, name: str) -> Callable[[bool], None]:
+    """Returns a hook in which the chief leaves the folder of the next start as a kill would."""
 
     def kill(chief: bool) -> None:
         if chief:
             engine.leave_as_killed(runs / f"{start}-{name}", runs / f"{next_start}-{name}")
 
-    train_program(runs, start, name, {killed: kill}, steps=steps, virtual_devices=devices)
+    return kill
+
+
+def main(folder: Path, start: str, next_start: str, *words: str) -> None:
+    """Trains programs; ``words`` are the numbers and the names of the module's docstring."""
+    devices, killed, steps = map(int, words[:3])
+    for name in words[3:]:
+        at_step = {killed: leave_for(folder, start, next_start, name)}
+        train_program(folder, start, name, at_step, steps=steps, virtual_devices=devices)
 
 
 if __name__ == "__main__":
-    folder, first, second, *numbers = sys.argv[1:7]
-    for each in sys.argv[7:]:
-        train_and_leave(Path(folder), first, second, *map(int, numbers), each)
+    main(Path(sys.argv[1]), *sys.argv[2:])

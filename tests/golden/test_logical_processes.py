@@ -1,4 +1,4 @@
-"""``logical_replicas`` on several processes: the same bits as on one device, in all that is saved."""
+"""``logical_replicas`` on several processes: the bits of one device, in all that is saved."""
 
 from pathlib import Path
 from typing import Any

@@ -102,6 +102,15 @@ def not_finite(folder: Path) -> None:
     keep_message(folder, "stopped", hooks, steps=8, on_nan="stop", ckpt_every=2)
 
 
+def threads_differ(folder: Path) -> None:
+    """One process has another number of threads, as on a machine with more cores.
+
+    It has to be the first case, because TensorFlow then starts with this number.
+    """
+    settings = {"logical_replicas": 2, "intra_op_threads": 1 + TASK}
+    keep_message(folder, "threads", make_hooks(), steps=1, **settings)
+
+
 def settings_differ(folder: Path) -> None:
     """One process has another learning rate."""
     keep_message(folder, "settings", make_hooks(), steps=1, learning_rate=0.1 * (1 + TASK))
