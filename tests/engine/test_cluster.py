@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cluster
 
 CASES = """
     threads_differ random_numbers drift decisions not_finite settings_differ data_differs
-    folders_differ layers_frozen_unalike hook_state
+    folders_differ layers_frozen_unalike hook_state variables_differ
 """
 
 
@@ -60,6 +60,7 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
         ("evaluated", ("create_eval_dataset (small.py:", "different data")),
         ("exchanged", ("create_eval_dataset (small.py:", "different data")),
         ("apart", ("runs_dir: ", "has other checkpoints on another process")),
+        ("written", ("logical_replicas: in step 1,", "different values to sequential", "/total")),
         ("frozen", ("after step 2, the frozen layers differ",)),
     ],
 )
