@@ -106,7 +106,7 @@ def not_finite(folder: Path) -> None:
 def threads_differ(folder: Path) -> None:
     """One process has another number of threads, as on a machine with more cores.
 
-    It has to be the first case, because TensorFlow then starts with this number.
+    It has to be the only case, because TensorFlow then starts with this number.
     """
     settings = {"logical_replicas": 2, "intra_op_threads": 1 + TASK}
     keep_message(folder, "threads", make_hooks(), steps=1, **settings)
