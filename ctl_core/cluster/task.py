@@ -164,6 +164,12 @@ def wait_for_others(task: Task) -> None:
             time.sleep(0.1)
 
 
+def are_others_there(task: Task) -> bool:
+    """Returns True if every other process of the cluster still listens on its address."""
+    others = [address for index, address in enumerate(task.addresses) if index != task.index]
+    return all(map(_answers, others))
+
+
 def _listen(address: str) -> socket.socket:
     """Listens on the port of an address, on every interface, as TensorFlow will."""
     port = int(address.rpartition(":")[2])

@@ -127,8 +127,12 @@ class LeafSum:
 
     @property
     def ranges(self) -> list[range]:
-        """The indices of the logical replicas of each device of all processes."""
+        """The indices of the logical replicas of each device, those of all processes included."""
         return self._ranges
+
+    def get_leaves(self, device: int) -> range:
+        """Returns the indices of the logical replicas of a device."""
+        return self._ranges[device]
 
     def compute(self, device: int, compute: Callable[[tf.Tensor], LeafResult]) -> DeviceResult:
         """Computes the logical replicas of one device.
@@ -401,7 +405,7 @@ class LogicalReplicas:
         before = [entry.variable.read_value() for entry in written]
         shape = self._components.shape
         leaves = shape.shares
-        first_leaf = self._sum.ranges[device].start
+        first_leaf = self._sum.get_leaves(device).start
         first_row = find_fixed_start(first_leaf, examples, leaves)
 
         def compute(index: tf.Tensor) -> LeafResult:
