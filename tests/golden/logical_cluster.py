@@ -18,9 +18,62 @@ import tensorflow as tf
 
 import ctl_core
 from tests.golden import engine, small
-from tests.golden.test_logical_replicas import LOGICAL_REPLICAS, Counter, Noise, make_hooks, train
 
+LOGICAL_REPLICAS = 6
 layers = keras.layers
+
+
+class NoiseAndCount(keras.Layer):
+    """Adds noise of a generator of TensorFlow; counts calls, and rows over all replicas."""
+
+    def build(self, shape: Any) -> None:
+        self.generator = tf.random.Generator.from_seed(5)
+        self.calls = tf.Variable(0, trainable=False)
+        self.rows = tf.Variable(
+            0,
+            trainable=False,
+            dtype=tf.int64,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+
+    def call(self, values: tf.Tensor, training: bool = False) -> tf.Tensor:
+        if not training:
+            return values
+        self.calls.assign_add(1)
+        self.rows.assign_add(tf.shape(values, tf.int64)[0])
+        return values + 0.1 * self.generator.normal(tf.shape(values))
+
+
+def create_cnn() -> keras.Model:
+    """A CNN that ends in attention over the pixels of the last feature map."""
+    inputs = keras.Input((8, 8, 3))
+    values = layers.BatchNormalization(momentum=0.9)(layers.Conv2D(8, 3)(inputs))
+    values = layers.MaxPooling2D()(layers.Activation("relu")(values))
+    values = layers.Reshape((9, 8))(layers.Dropout(0.3)(values))
+    values += layers.MultiHeadAttention(2, 4, dropout=0.2)(values, values)
+    values = layers.GaussianNoise(0.1)(layers.LayerNormalization()(values))
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(values)))
+
+
+def make_cnn() -> SimpleNamespace:
+    """With Adam, and clipping that clips."""
+    random = np.random.default_rng(0)
+    arrays = random.normal(size=(100, 8, 8, 3)).astype("float32"), random.integers(0, 10, 100)
+
+    def update_pre(gradients: Any) -> Any:
+        return tf.clip_by_global_norm(gradients, 0.1)[0], gradients
+
+    return small.hooks(
+        create_dataset=small.slices(arrays),
+        create_model=create_cnn,
+        create_loss=lambda: small.crossentropy,
+        create_opt=keras.optimizers.Adam,
+        update_pre=update_pre,
+        # The last batch has 3 rows, fewer than there are logical replicas.
+        create_eval_dataset=small.slices(tuple(array[:35] for array in arrays)),
+        create_metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
+    )
 
 
 def make_noisy() -> SimpleNamespace:
@@ -53,7 +106,7 @@ def make_observed() -> SimpleNamespace:
     def create_model() -> keras.Model:
         inputs = keras.Input((small.FEATURES,))
         hidden = layers.BatchNormalization(momentum=0.9)(layers.Dense(1100)(inputs))
-        hidden = layers.Dense(1100)(layers.Dropout(0.3)(Counter()(Noise()(hidden))))
+        hidden = layers.Dense(1100)(layers.Dropout(0.3)(NoiseAndCount()(hidden)))
         return keras.Model(inputs, [layers.Dense(1)(hidden), hidden])
 
     class WithRagged(keras.layers.Layer):
@@ -118,8 +171,7 @@ class Program(NamedTuple):
 
 PROGRAMS = {
     "noisy": Program(make_noisy),
-    "cnn": Program(lambda: make_hooks("cnn")),
-    "transformer": Program(lambda: make_hooks("transformer")),
+    "cnn": Program(make_cnn),
     "observed": Program(make_observed),
     "elements": Program(make_elements, {"batch_size": 2 * LOGICAL_REPLICAS}),
 }
@@ -132,8 +184,10 @@ def train_program(
     program = PROGRAMS[name]
     hooks = program.make_hooks()
     hooks.at_step = at_step or {}
-    settings = {"ckpt_every": 2, **program.settings, **settings}
-    return train(hooks, runs, f"{start}-{name}", logical_replicas=LOGICAL_REPLICAS, **settings)
+    settings = {"ckpt_every": 2, "eval_every": 2, "seed": 7, **program.settings, **settings}
+    return engine.train(
+        hooks, runs, run_name=f"{start}-{name}", logical_replicas=LOGICAL_REPLICAS, **settings
+    )
 
 
 def leave_for(runs: Path, start: str, next_start: str, name: str) -> Callable[[bool], None]:
