@@ -109,6 +109,7 @@ def create_state(
     keras.utils.set_random_seed(config.seed)
     strategy = strategy or create_strategy(config)
     cluster = Cluster(strategy, run.task)
+    cluster.check_threads(config.intra_op_threads)
     cluster.check_settings(config)
     hooks, warnings = load_hooks(callbacks, config)
     for warning in warnings:

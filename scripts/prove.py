@@ -130,7 +130,9 @@ def list_runs() -> Iterator[Run]:
         yield Run(who, f"{NOISY}, {ONE}", [(1, 1)], [save], is_noisy=True)
         for number in (2, 3, 4):
             yield Run(who, f"{NOISY}, {number} devices", [(number, 1)], [save], is_noisy=True)
-    ways = [(devices, 1) for devices in (1, 3, 2, 4, 1)]
+        for number in (2, 3):
+            yield Run(who, f"{NOISY}, {number} processes", [(1, number)], [save], is_noisy=True)
+    ways = [(1, 1), (3, 1), (1, 2), (4, 1), (1, 3), (2, 2), (1, 1)]
     yield Run(ENGINE, f"{NOISY}, {other}", ways, is_noisy=True)
 
 

@@ -41,19 +41,22 @@ Way = tuple[int, int]  # devices of each process, processes
 KINDS: dict[str, list[list[Way]]] = {  # what a start of a run may be
     "one": [[(1, 1)], [(1, 1)], [(1, 1), (2, 1), (3, 1), (4, 1)]],
     "clusters": [[(1, 2)], [(1, 3)], [(1, 2), (1, 3)]],
+    "both": [[(1, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2)]],
 }
 KILLS = 8  # of a run at most
 SILENCE = 75  # seconds after which what is left of a cluster has to have ended, 60 as it joins
 WAITS = "cluster: waiting; no answer from"
 
 
-def train(folder: Path, ways: Sequence[Way], kills: int, draw: random.Random) -> dict[str, Any]:
+def train(
+    folder: Path, ways: Sequence[Way], kills: int, draw: random.Random, is_logical: bool
+) -> dict[str, Any]:
     """Trains one run to its end, killed on the way; returns what there is to say of it.
 
     Raises:
         AssertionError: it has not ended as it should.
     """
-    run = Run(ENGINE, "soak", ways)
+    run = Run(ENGINE, "soak", ways, is_noisy=is_logical)
     counts = {"start": 0, "step": 0, "save": 0, "unfinished": 0}
     slowest = 0.0
     startup = 5.0
@@ -165,7 +168,7 @@ def read_weights(folder: Path) -> list[np.ndarray]:
     return [reader.get_tensor(name) for name in sorted(names)]
 
 
-def soak(folder: Path, of: str, kills: int, seed: int) -> bool:
+def soak(folder: Path, of: str, kills: int, seed: int, is_logical: bool) -> bool:
     """Trains runs until so many kills are spent; returns whether all are as they should be."""
     draw = random.Random(seed)
     done = 0
@@ -175,17 +178,19 @@ def soak(folder: Path, of: str, kills: int, seed: int) -> bool:
             return well
         ways = KINDS[of][number % len(KINDS[of])]
         devices, processes = ways[0]
-        whole = folder / f"whole-{devices}-{processes}"
+        whole = folder / f"whole-{devices}-{processes}{'-logical' * is_logical}"
         if not whole.exists():
             whole.mkdir()
-            train(whole, ways[:1], 0, draw)
+            train(whole, ways[:1], 0, draw, is_logical)
         place = folder / f"{of}-{seed}-{number}"
         place.mkdir()
-        line = train(place, ways, min(KILLS, kills - done), draw)
+        line = train(place, ways, min(KILLS, kills - done), draw, is_logical)
         done += line["start"] + line["step"] + line["save"]
         difference = measure(read_weights(place), read_weights(whole))
-        well &= difference <= (LIMIT if len(ways) > 1 else 0)
+        is_rounded = len(ways) > 1 and not is_logical
+        well &= difference <= (LIMIT if is_rounded else 0)
         line |= {"of": of, "ways": ways, "difference": difference, "engine": __version__}
+        line["logical"] = is_logical
         with (folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
         print(line, flush=True)
@@ -195,10 +200,14 @@ def soak(folder: Path, of: str, kills: int, seed: int) -> bool:
 def sum_up(folder: Path) -> None:
     """Prints how many kills there were, and the largest differences."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    for of, is_same in itertools.product(KINDS, (True, False)):
+    for of, is_same, is_logical in itertools.product(KINDS, (True, False), (False, True)):
         lines_of_kind = [
-            line for line in lines if line["of"] == of and (len(line["ways"]) == 1) == is_same
+            line
+            for line in lines
+            if (line["of"], len(line["ways"]) == 1, line["logical"]) == (of, is_same, is_logical)
         ]
+        if not lines_of_kind:
+            continue
         sums = {key: sum(line[key] for line in lines_of_kind) for key in ("start", "step", "save")}
         sums["unfinished"] = sum(line["unfinished"] for line in lines_of_kind)
         largest = {
@@ -207,6 +216,7 @@ def sum_up(folder: Path) -> None:
         print(
             of,
             "as many" if is_same else "other numbers",
+            "logical replicas" * is_logical,
             f"{len(lines_of_kind)} runs",
             sums,
             largest,
@@ -218,11 +228,19 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--of", choices=KINDS, default="one")
+    parser.add_argument(
+        "--logical-replicas",
+        action="store_true",
+        help="train with logical replicas, Dropout and batch normalization; no bit may differ",
+    )
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6)
     settings = parser.parse_args()
     settings.folder.mkdir(parents=True, exist_ok=True)
     if settings.kills:
-        return int(not soak(settings.folder, settings.of, settings.kills, settings.seed))
+        is_logical = settings.logical_replicas
+        return int(
+            not soak(settings.folder, settings.of, settings.kills, settings.seed, is_logical)
+        )
     sum_up(settings.folder)
     return 0
 

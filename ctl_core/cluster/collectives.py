@@ -39,6 +39,11 @@ def count_local_replicas(strategy: tf.distribute.Strategy) -> int:
     return len(strategy.extended.worker_devices)
 
 
+def has_peers(strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if there are replicas in other processes."""
+    return strategy.num_replicas_in_sync > count_local_replicas(strategy)  # type: ignore[no-any-return]
+
+
 def _find_shared_context() -> tf.distribute.ReplicaContext | None:
     """Returns the context of this replica, or None if it is the only one."""
     context = tf.distribute.get_replica_context()

@@ -142,6 +142,24 @@ class Cluster:
         digest = int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
         return bool((self.gather([digest]) == digest).all())
 
+    def check_threads(self, threads: int | None) -> None:
+        """Refuses a process that computes with another number of threads than the chief.
+
+        Args:
+            threads: ``intra_op_threads`` of this process; None: TensorFlow's choice
+
+        Raises:
+            SetupError: a process has another number than the chief.
+        """
+        numbers = self.gather([threads or 0])[:, 0]
+        for index, number in enumerate(numbers):
+            if number != numbers[0] and all(numbers):
+                raise SetupError(
+                    f"intra_op_threads: {self.task.describe(index)} has {number} threads, the "
+                    f"chief {numbers[0]}, so their bits would differ; on machines with other "
+                    f"numbers of cores, give each process --intra-op-threads {min(numbers)}."
+                )
+
     def check_settings(self, config: Config) -> None:
         """Refuses settings that are not the same on every process.
 

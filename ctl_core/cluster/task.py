@@ -81,11 +81,6 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
             "strategy: multi_worker needs TF_CONFIG in the environment of each process; on one "
             "machine, --workers K starts them."
         )
-    if task.processes > 1 and config.logical_replicas is not None:
-        raise SetupError(
-            f"logical_replicas: trains in one process, but TF_CONFIG names {task.processes}; leave "
-            "the setting out in a cluster."
-        )
     if (task.processes > 1 or task.kind == "evaluator") and config.run_name is None:
         raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
     return task
@@ -167,6 +162,12 @@ def wait_for_others(task: Task) -> None:
                 is_reported = True
                 print(f"cluster: waiting; no answer from {names}", flush=True)
             time.sleep(0.1)
+
+
+def are_others_there(task: Task) -> bool:
+    """Returns True if every other process of the cluster still listens on its address."""
+    others = [address for index, address in enumerate(task.addresses) if index != task.index]
+    return all(map(_answers, others))
 
 
 def _listen(address: str) -> socket.socket:

@@ -17,7 +17,7 @@ place to mend.
                      resources that an op writes; the stack of AutoGraph; the eager context: _config
     distribution.py  which replica writes summaries; the context of an update; the resource of a
                      writer; float and int of a DistributedVariable; how a process joins a cluster,
-                     and which devices it has
+                     and which devices it has; how replicas of all processes gather a tensor
     checkpoints.py   Trackable and the object graph of a checkpoint; Checkpoint: _write;
                      CheckpointManager: _max_to_keep, _checkpoint
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
@@ -56,6 +56,7 @@ from ctl_core.compat.distribution import (
     cut_join,
     enter_replica_context,
     enter_update,
+    gather_from_replicas,
     list_cpu_devices,
     mute_other_summaries,
 )
@@ -109,6 +110,7 @@ __all__ = [
     "find_inputs",
     "find_written_resources",
     "flatten_layers",
+    "gather_from_replicas",
     "get_seed_generator",
     "hide_new_layers",
     "hold_objects",

@@ -136,6 +136,17 @@ class Evaluation:
                     "cannot add it up; leave out the metric or logical_replicas."
                 )
 
+    def _count_most_batches(self, evaluation_set: EvaluationSet) -> int:
+        """Returns the most batches of a graph call.
+
+        Within a graph call, a collective between processes requires the shapes of its first step.
+        Those of a hook may change with the last batch; those of logical replicas do not.
+        """
+        is_logical = self._components.shape.logical_replicas is not None
+        if evaluation_set.exchanges and not is_logical:
+            return 1
+        return MOST_BATCHES
+
     def _find_problem(self, set_name: str, evaluation_set: EvaluationSet) -> str:
         """Returns why the values of a set mean nothing; "" if they do."""
         counted = float(evaluation_set.examples.result())
@@ -174,7 +185,9 @@ class Evaluation:
         for set_name, evaluation_set in self.sets.items():
             assert evaluation_set.copies is not None
             with evaluation_set.copies.put_back_after():
-                is_complete = _add_all_batches(evaluation_set, sync)
+                is_complete = _add_all_batches(
+                    evaluation_set, sync, self._count_most_batches(evaluation_set)
+                )
                 if not is_complete:
                     return None
                 values[_name_value(set_name, "loss")] = _read_mean_loss(evaluation_set)
@@ -200,14 +213,18 @@ def _has_collectives(graph: tf.Graph) -> bool:
     return any(op.type.startswith("Collective") for op in operations)
 
 
-def _add_all_batches(evaluation_set: EvaluationSet, sync: Sync) -> bool:
-    """Resets a set's metrics and sums and adds all batches; returns False if it ended early."""
+def _add_all_batches(evaluation_set: EvaluationSet, sync: Sync, most: int) -> bool:
+    """Resets a set's metrics and sums and adds all batches; returns False if it ended early.
+
+    Args:
+        evaluation_set: the set
+        sync: see ``Evaluation.evaluate``
+        most: the most batches of a graph call
+    """
     assert evaluation_set.run_steps is not None
     for metric in evaluation_set.accumulators:
         metric.reset_state()
     iterator = iter(evaluation_set.make())
-    # Within a graph call, a collective between processes requires the shapes of its first step.
-    most = 1 if evaluation_set.exchanges else MOST_BATCHES
     steps_per_call = StepsPerCall(most)
     while True:
         with steps_per_call.measure(steps_per_call.limit) as steps:

@@ -30,6 +30,7 @@ from ctl_core.input.batches import (
 )
 from ctl_core.model.components import Components, ForwardContext, TraceContext
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
+from ctl_core.model.logical_exchange import get_device_number
 from ctl_core.model.logical_replicas import (
     EVALUATION,
     DeviceResult,
@@ -113,21 +114,25 @@ class EvaluationStep:
         if not (self._set.exchanges and self._has_peers):
             return has_batch
         strategy = self._components.strategy
-        count = strategy.run(all_reduce, (tf.cast(has_batch, tf.int64),))
+        count = strategy.run(count_replicas_with_batch, (has_batch,))
         return strategy.experimental_local_results(count)[0] == self._components.shape.replicas
 
     def _add_global_batch(self, batch: Batch, digest: tf.Tensor) -> EvaluationProgress:
         if self._components.shape.logical_replicas is not None:
             self._add_logical_replicas(batch)
-            return EvaluationProgress(tf.constant(True), digest)
-        strategy = self._components.strategy
-        first = find_first_replica(strategy)
-        shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
-        strategy.run(self._add_share, args=tuple(distribute_shares(strategy, shares)))
+        else:
+            self._add_replicas(batch)
         if self._has_peers:  # which should read the same batches
             with tf.device("CPU:0"):
                 digest = add_to_digest(digest, batch)
         return EvaluationProgress(tf.constant(True), digest)
+
+    def _add_replicas(self, batch: Batch) -> None:
+        """Adds the share of each replica of this process, on that replica."""
+        strategy = self._components.strategy
+        first = find_first_replica(strategy)
+        shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
+        strategy.run(self._add_share, args=tuple(distribute_shares(strategy, shares)))
 
     def _add_logical_replicas(self, batch: Batch) -> None:
         """Adds the shares of all logical replicas, along the same tree on any devices."""
@@ -137,8 +142,7 @@ class EvaluationStep:
         sums = [unwrap(variable) for metric in self._set.sums for variable in metric.variables]
 
         def run_device(batch: Batch) -> tuple[DeviceResult, list[tf.Tensor]]:
-            context = tf.distribute.get_replica_context()
-            device = int(tf.get_static_value(context.replica_id_in_sync_group))
+            device = get_device_number()
             before = [variable.read_value() for variable in sums]
             return leaf_sum.compute(device, self._define_leaf(batch, sums)), before
 
@@ -220,6 +224,15 @@ class EvaluationStep:
             run_layers(training=False),
         ):
             add_batch(TraceContext(self._components), self._set, batch, present)
+
+
+def count_replicas_with_batch(has_batch: tf.Tensor) -> tf.Tensor:
+    """Returns how many replicas have a batch; runs on one replica.
+
+    Args:
+        has_batch: whether this replica has one, a bool scalar
+    """
+    return all_reduce(tf.cast(has_batch, tf.int64))
 
 
 def add_batch(

@@ -86,8 +86,12 @@ STEP_HOOK_ARGUMENTS = (
         "update_gradients", "list of tensors", "the gradients that update_pre returned to apply"
     ),
     Argument("loss", "tf.Tensor", "the loss of the whole batch, over all replicas", "[]"),
-    Argument("output", "tensors", "the outputs of all replicas of this process", "[b, ...]"),
-    Argument("batch", "tensors", "the batches of all replicas of this process", "[b, ...]"),
+    Argument(
+        "output", "tensors", "the outputs of this process, or of all logical replicas", "[b, ...]"
+    ),
+    Argument(
+        "batch", "tensors", "the batches of this process, or of all logical replicas", "[b, ...]"
+    ),
     TRAIN_MODEL,
     TRAIN_LOSS,
     EVAL_MODEL,

@@ -147,8 +147,10 @@ class Input:
         rows = leaves
         if self.shape.by_rows:
             rows = self.shape.batch
+        first_device = find_first_replica(self._strategy)
+        end_device = first_device + count_local_replicas(self._strategy)
         shares = []
-        for device_leaves in split_leaves(leaves, self.shape.replicas):
+        for device_leaves in split_leaves(leaves, self.shape.replicas)[first_device:end_device]:
             first = find_fixed_start(device_leaves.start, rows, leaves)
             end = find_fixed_start(device_leaves.stop, rows, leaves)
             shares.append(Share(take_batch_rows(batch, first, end - first)))

@@ -15,6 +15,7 @@ from typing import Protocol
 import tensorflow as tf
 
 from ctl_core.cluster.sync import is_peer_lost
+from ctl_core.cluster.task import are_others_there
 from ctl_core.compat import leave_constants_unchecked
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
@@ -56,7 +57,11 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
             f"{hooks.create_dataset}: the training data ended after step {step}."
         ) from error
     except tf.errors.OpError as error:
-        if is_peer_lost(state.cluster.task, error):
+        task = state.cluster.task
+        is_logical = state.components.shape.logical_replicas is not None
+        is_cancelled = is_logical and isinstance(error, tf.errors.CancelledError)
+        # Other processes end only after the error of a device of this one.
+        if is_peer_lost(task, error) and not (is_cancelled and are_others_there(task)):
             raise
         contradiction = state.data.explain_contradiction(error)
         if contradiction is not None and step == 0:
@@ -66,8 +71,7 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
         anomaly = describe_anomaly(error, hooks, functions.list_operations())
         if anomaly is not None:
             raise errors.RunError(f"step {step + 1}: {anomaly}.") from error
-        is_logical = state.components.shape.logical_replicas is not None
-        if is_logical and isinstance(error, tf.errors.CancelledError):
+        if is_cancelled:
             # The function of a logical replica failed. TensorFlow then ends the other devices, and
             # the device itself, which wait for each other's sums, before the function returns why.
             raise errors.RunError(

@@ -3,7 +3,8 @@
 A global batch has V shares, one for each logical replica. Each device computes a contiguous range
 of logical replicas, one after another, and adds up their contributions along the tree of
 numerics/summation_tree.py. For each bucket of gradients, all devices then send the roots of their
-subtrees to one device, which finishes the tree and sends the sum back.
+subtrees to one device, which finishes the tree and sends the sum back. In a cluster, they send them
+to all devices of all processes, and each device finishes the tree by itself.
 
 A logical replica is a graph function that TensorFlow does not inline. TensorFlow therefore
 simplifies it separately, in the same way on each device, whatever ops are around it. A model that
@@ -15,12 +16,13 @@ adds in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.cluster.collectives import distribute
+from ctl_core.cluster.collectives import distribute, has_peers
 from ctl_core.cluster.replica_contexts import enter_logical_replica
 from ctl_core.input.batches import (
     Share,
@@ -32,6 +34,7 @@ from ctl_core.input.batches import (
 )
 from ctl_core.model.components import Components, StepContext
 from ctl_core.model.forward import forward_backward
+from ctl_core.model.logical_exchange import gather, gather_pieces, get_device_number
 from ctl_core.numerics.packing import BUCKET_BYTES, Packing
 from ctl_core.numerics.randomness import derive_generator_states
 from ctl_core.numerics.reduction import Contribution, encode_for_sum
@@ -122,6 +125,11 @@ class LeafSum:
         self._ranges = split_leaves(leaves, devices)
         self._most_roots = max(len(list_roots(leaves, leaves_)) for leaves_ in self._ranges)
 
+    @property
+    def ranges(self) -> list[range]:
+        """The indices of the logical replicas of each device, those of all processes included."""
+        return self._ranges
+
     def get_leaves(self, device: int) -> range:
         """Returns the indices of the logical replicas of a device."""
         return self._ranges[device]
@@ -169,15 +177,17 @@ class LeafSum:
     ) -> list[PerReplica]:
         """Adds up the roots of all devices, and returns the sums on each device.
 
-        Each bucket is finished on one device, and the devices take turns. A device receives the
-        roots of its next bucket only when its previous bucket is finished, so it holds the roots of
-        one bucket at a time.
+        Each bucket is finished on one device, and the devices take turns; in a cluster, each device
+        finishes all buckets. A device receives the roots of its next bucket only when its previous
+        bucket is finished, so it holds the roots of one bucket at a time.
 
         Args:
             strategy: the strategy whose devices compute
             run: calls a function on each device, with that device's values
             roots: the roots of all devices, see ``DeviceResult``
         """
+        if has_peers(strategy):
+            return run(self._finish_on_each_device, roots)  # type: ignore[no-any-return]
         devices = strategy.extended.worker_devices
         totals: list[tf.Tensor] = []
         for bucket in range(len(roots[0])):
@@ -214,6 +224,28 @@ class LeafSum:
                         value = hidden_identity(value)
                 released[subtree] = value
         return released
+
+    def _finish_on_each_device(self, roots: list[Buckets]) -> list[tf.Tensor]:
+        """Adds up the roots of all processes on one device, and returns the sums.
+
+        Args:
+            roots: the roots of this device, see ``DeviceResult``
+        """
+        assert self.packing is not None
+        totals: list[tf.Tensor] = []
+        for number, bucket in enumerate(self.packing.buckets):
+            with tf.control_dependencies(totals[-1:]):
+                joined = tf.concat([root[number] for root in roots], 0)
+            missing = self._most_roots * bucket.size - joined.shape[0]
+            padded = tf.pad(joined, [[0, missing]])
+            gathered = tf.reshape(gather(padded), [-1, self._most_roots, bucket.size])
+            known = {
+                subtree: gathered[device, index]
+                for device, device_leaves in enumerate(self._ranges)
+                for index, subtree in enumerate(list_roots(self._leaves, device_leaves))
+            }
+            totals.append(add_up(Subtree(0, self._leaves), known.get, hidden_add))
+        return self._unpack_on_device(totals)
 
     def _unpack_on_device(self, packed: Buckets) -> list[tf.Tensor]:
         """Unpacks the sums on one device.
@@ -348,9 +380,12 @@ class LogicalReplicas:
         self.are_equal = self._compare_devices(result)
         self._run(self._assign_written, before, differences)
         loss, gradients, weight = summed
+        pieces = result.pieces
+        if kept and has_peers(strategy):
+            pieces = self._run(partial(gather_pieces, self._sum.ranges), pieces)
         output: list[Structure] = []
         batch: list[Structure] = []
-        for leaf_pieces in result.pieces:
+        for leaf_pieces in pieces:
             leaf_output, leaf_batch = tf.nest.pack_sequence_as(self._piece_structure, leaf_pieces)
             output += leaf_output
             batch += leaf_batch
@@ -365,8 +400,7 @@ class LogicalReplicas:
         Returns:
             The results; and for each variable whose changes are added up, its value before.
         """
-        context = tf.distribute.get_replica_context()
-        device = int(tf.get_static_value(context.replica_id_in_sync_group))
+        device = get_device_number()
         written = self._components.written
         before = [entry.variable.read_value() for entry in written]
         shape = self._components.shape
@@ -434,11 +468,35 @@ class LogicalReplicas:
         """Returns, for each compared variable, whether all logical replicas have the same value."""
         strategy = self._components.strategy
         local_results = strategy.experimental_local_results
+        if not result.compared:
+            return []
+        if has_peers(strategy):
+            flags = self._run(compare_between_processes, result.compared, result.are_equal)
+            return [local_results(flag)[0] for flag in flags]
         with tf.device(strategy.extended.worker_devices[0]):
             return [
                 tf.reduce_all([are_all_equal(local_results(values)), *local_results(are_equal)])
                 for values, are_equal in zip(result.compared, result.are_equal, strict=True)
             ]
+
+
+def compare_between_processes(
+    compared: list[tf.Tensor], are_equal: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Returns on one device, for each value, whether all logical replicas have the same one.
+
+    Args:
+        compared: the values of this device, see ``DeviceResult``
+        are_equal: whether they are the same on all logical replicas of this device
+    """
+    vectors = [tf.reshape(tf.cast(read_bits(value), tf.int64), [-1]) for value in compared]
+    gathered = gather(tf.concat([tf.cast(tf.stack(are_equal), tf.int64), *vectors], 0))
+    sizes = [len(are_equal), *(vector.shape[0] for vector in vectors)]
+    flags, *bits = tf.split(gathered, sizes, axis=1)
+    return [
+        tf.reduce_all(bits_of_value == bits_of_value[:1]) & tf.reduce_all(flags[:, number] == 1)
+        for number, bits_of_value in enumerate(bits)
+    ]
 
 
 def take_leaf(batch: Batch, examples: int, index: tf.Tensor, leaves: int, first_row: int) -> Share:

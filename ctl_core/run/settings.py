@@ -96,7 +96,7 @@ class Config:
     batch_size: Number = declare(64, "global batch size, shared out over the replicas")
     accumulate_steps: Number = declare(1, "micro-batches of an update, to save memory, not time")
     logical_replicas: Number | None = declare(
-        None, "shares of a batch: the same bits on any number of devices; slower"
+        None, "shares of a batch: the same bits on any number of devices or processes; slower"
     )
     intra_op_threads: Number | None = declare(
         None, "threads of an op; null: all cores, or TensorFlow's choice"
@@ -186,8 +186,6 @@ class Config:
             )
         if self.jit_compile is True:
             return "jit_compile is not supported yet, as XLA may add up differently; leave it out."
-        if self.workers > 1 or self.strategy == "multi_worker":
-            return "trains in one process yet; leave out workers and the strategy multi_worker."
         if self.precision == "float16":
             return "precision float16, with its loss scale, is not supported yet; take bfloat16."
         if self.keeps_last_batch:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cluster
 
 CASES = """
     random_numbers drift decisions not_finite settings_differ data_differs folders_differ
-    layers_frozen_unalike hook_state
+    layers_frozen_unalike hook_state variables_differ
 """
 
 
@@ -56,6 +56,7 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
         ("evaluated", ("create_eval_dataset (small.py:", "different data")),
         ("exchanged", ("create_eval_dataset (small.py:", "different data")),
         ("apart", ("runs_dir: ", "has other checkpoints on another process")),
+        ("written", ("logical_replicas: in step 1,", "different values to sequential", "/total")),
         ("frozen", ("after step 2, the frozen layers differ",)),
     ],
 )
@@ -68,6 +69,14 @@ def test_what_differs_between_processes_or_ends_one_ends_all(
             assert word in message
     saved = {path.name for path in (two / f"runs/{name}/ckpt/engine").glob("*.json")}
     assert saved == ({"ckpt-2.json"} if name == "stopped" else set())
+
+
+def test_another_number_of_threads_than_the_chiefs_is_refused(tmp_path: Path) -> None:
+    """In a cluster of its own, because TensorFlow starts with these numbers."""
+    engine.run_cluster(tmp_path, "tests.helpers.cluster_program", str(tmp_path), "threads_differ")
+    for message in (str(values["message"]) for values in kept(tmp_path, "threads")):
+        assert message.startswith("intra_op_threads: process 1 at ")
+        assert "has 2 threads, the chief 1" in message and "--intra-op-threads 1" in message
 
 
 def test_decisions_of_one_process_hold_on_all(two: Path) -> None:

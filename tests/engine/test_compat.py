@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -389,6 +390,27 @@ def test_cpu_devices_of_worker() -> None:
         replaced = module.CollectiveAllReduceExtended._initialize_local_devices
         assert replaced(None, None, "/job:worker")[0][1] == "/job:worker/device:CPU:1"
     assert module.CollectiveAllReduceExtended._initialize_local_devices is not replaced
+
+
+def test_replicas_gather_tensors_in_their_order() -> None:
+    """As those of a cluster do, on two devices of this process; in a loop, too."""
+    from tensorflow.python.distribute import collective_all_reduce_strategy as module
+
+    strategy = module.CollectiveAllReduceStrategy._from_local_devices(("CPU:0", "CPU:1"))
+
+    def gather() -> tf.Tensor:
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return compat.gather_from_replicas(tf.fill([1, 2], tf.cast(number + 3, tf.int64)))
+
+    @tf.function
+    def gather_twice() -> tf.Tensor:
+        gathered = tf.TensorArray(tf.int64, 2)
+        for index in tf.range(2):
+            results = strategy.experimental_local_results(strategy.run(gather))
+            gathered = gathered.write(index, results[1])
+        return gathered.stack()
+
+    np.testing.assert_array_equal(gather_twice(), [[[3, 3], [4, 4]]] * 2)
 
 
 def test_means_of_losses_are_not_divided_by_the_replicas() -> None:

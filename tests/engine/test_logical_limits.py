@@ -4,7 +4,6 @@ Each case is what a user adds to callbacks.py of a project that trains with logi
 line to be named marked by ``# here``; after its name and an arrow stand words of the message.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -206,8 +205,6 @@ def test_the_program_trains(tmp_path: Path, command: engine.Command) -> None:
 SETTINGS = {
     "micro-batches": (("--accumulate-steps=2",), ("accumulate_steps", "one after another")),
     "XLA": (("--jit-compile",), ("jit_compile", "leave it out")),
-    "processes": (("--workers=2",), ("workers", "one process")),
-    "a cluster": (("--strategy=multi_worker",), ("multi_worker", "one process")),
     "float16": (("--precision=float16",), ("float16", "bfloat16")),
     "kept batches": (("--last-batch=keep",), ("last_batch: keep", "last_batch: drop")),
     "averages": (("--ema=0.9",), ("ema", "leave one of the two out")),
@@ -224,14 +221,6 @@ def test_settings_are_refused(tmp_path: Path, command: engine.Command, case: str
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     assert_refused(command("train", *WITH, *flags), "logical_replicas: ", *words)
     assert not list(tmp_path.glob("runs/*/config.yaml"))
-
-
-def test_a_cluster_is_refused(tmp_path: Path, command: engine.Command) -> None:
-    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
-    workers = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
-    task = {"cluster": workers, "task": {"type": "worker", "index": 0}}
-    outcome = command("train", *WITH, TF_CONFIG=json.dumps(task))
-    assert_refused(outcome, "logical_replicas: ", "TF_CONFIG", "2", "leave the setting out")
 
 
 @pytest.mark.slow

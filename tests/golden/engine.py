@@ -128,27 +128,29 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "3", **more}
 
 
-def start_cluster(command: Sequence[str], folder: Path, **how: Any) -> list[subprocess.Popen[Any]]:
-    """Starts the two processes of a cluster on loopback; ``how`` is for ``subprocess.Popen``."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+def start_cluster(
+    command: Sequence[str], folder: Path, processes: int = 2, **how: Any
+) -> list[subprocess.Popen[Any]]:
+    """Starts the processes of a cluster on loopback; ``how`` is for ``subprocess.Popen``."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(processes)]
     workers = [f"127.0.0.1:{server.getsockname()[1]}" for server in sockets]
     for server in sockets:
         server.close()
     started = []
-    for index in range(2):
+    for index in range(processes):
         task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
         environ = environment(TF_CONFIG=json.dumps(task))
         started.append(subprocess.Popen(command, cwd=folder, env=environ, **how))
     return started
 
 
-def run_cluster(folder: Path, *words: str) -> None:
+def run_cluster(folder: Path, *words: str, processes: int = 2) -> None:
     """Runs ``python -m WORDS`` as a cluster to its end; the folder gets its log."""
     with (folder / "cluster.log").open("ab") as log:
         command = [sys.executable, "-m", *words]
-        started = start_cluster(command, ROOT, stdout=log, stderr=log)
+        started = start_cluster(command, ROOT, processes, stdout=log, stderr=log)
         codes = [process.wait(timeout=1500) for process in started]
-    assert codes == [0, 0], (folder / "cluster.log").read_text()[-6000:]
+    assert not any(codes), (folder / "cluster.log").read_text()[-6000:]
 
 
 def read_table(text: str) -> dict[str, tuple[str, list[str]]]:

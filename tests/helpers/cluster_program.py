@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
+from tests.golden import small
 from tests.helpers import cases
 from tests.helpers.cases import make_hooks
 
@@ -102,6 +103,15 @@ def not_finite(folder: Path) -> None:
     keep_message(folder, "stopped", hooks, steps=8, on_nan="stop", ckpt_every=2)
 
 
+def threads_differ(folder: Path) -> None:
+    """One process has another number of threads, as on a machine with more cores.
+
+    It has to be the only case, because TensorFlow then starts with this number.
+    """
+    settings = {"logical_replicas": 2, "intra_op_threads": 1 + TASK}
+    keep_message(folder, "threads", make_hooks(), steps=1, **settings)
+
+
 def settings_differ(folder: Path) -> None:
     """One process has another learning rate."""
     keep_message(folder, "settings", make_hooks(), steps=1, learning_rate=0.1 * (1 + TASK))
@@ -146,6 +156,21 @@ def layers_frozen_unalike(folder: Path) -> None:
             train_model.get_layer("hidden").trainable = False
 
     keep_message(folder, "frozen", make_hooks(at_step={2: freeze}), steps=4)
+
+
+def variables_differ(folder: Path) -> None:
+    """The only logical replica of a process writes another value than that of the other one."""
+
+    class Total(keras.Layer):
+        def build(self, shape: Any) -> None:
+            self.total = self.add_weight(shape=(), trainable=False, name="total")
+
+        def call(self, values: tf.Tensor) -> tf.Tensor:
+            self.total.assign(tf.reduce_sum(values))
+            return values
+
+    hooks = make_hooks(create_model=lambda: small.model_with(Total()))
+    keep_message(folder, "written", hooks, steps=2, logical_replicas=2)
 
 
 def hook_state(folder: Path) -> None:

@@ -120,18 +120,27 @@ def test_a_worker_that_is_killed_changes_no_bit(project: Path, job: Job) -> None
     assert_same_checkpoint(runs / "killed", runs / "undisturbed", 1500)
 
 
-def test_a_run_goes_on_with_the_nodes_that_are_left(project: Path, job: Job, cluster: Any) -> None:
+@pytest.mark.parametrize("logical", [(), ("--logical-replicas=4",)], ids=["rounded", "same_bits"])
+def test_a_run_goes_on_with_the_nodes_that_are_left(
+    project: Path, job: Job, cluster: Any, logical: tuple[str, ...]
+) -> None:
     write_hooks(project, "slow.py", SLOW)
-    process, run = job("--run-name", "node", *SLOW_STEPS, workers="1-2"), project / "runs" / "node"
+    steps = (*SLOW_STEPS, *logical)
+    run = project / "runs" / f"node-{len(logical)}"
+    process = job("--run-name", run.name, *steps, workers="1-2")
     trained_to(run, 30)
     cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
     trained_to(run, 80)
     cluster.add_node(num_cpus=1)
     printed = ended(process)
-    assert "training, to step 150, batch size 64, 2 replicas" in printed
+    assert re.search("training, to step 150, batch size 64.*, 2 replicas", printed), printed
     assert re.search("resuming at step .*, 1 replica ", printed), printed
-    train_here(project, "--run-name", "alone", *SLOW_STEPS)
-    assert_rounded_alike(run, project / "runs" / "alone", 150)
+    alone = project / "runs" / f"alone-{len(logical)}"
+    train_here(project, "--run-name", alone.name, *steps)
+    if logical:
+        assert_same_checkpoint(run, alone, 150)
+    else:
+        assert_rounded_alike(run, alone, 150)
 
 
 def test_a_hook_that_fails_ends_the_job_and_is_not_tried_again(project: Path, job: Job) -> None:

@@ -97,23 +97,35 @@ def test_preemption_and_kills_change_no_bit(project: Path, slurm: Slurm, undistu
     assert log_of(run).count("stopped by SIGTERM, saved") == 1
 
 
-def test_job_takes_the_nodes_that_are_there(project: Path, slurm: Slurm) -> None:
+# With a fixed number of threads, since Slurm may give a process some of the cores only.
+LOGICAL = ("--logical-replicas=4", "--intra-op-threads=1")
+
+
+@pytest.mark.parametrize("logical", [(), LOGICAL], ids=["rounded", "same_bits"])
+def test_job_takes_the_nodes_that_are_there(
+    project: Path, slurm: Slurm, logical: tuple[str, ...]
+) -> None:
     """Started again, the job has one node while the other is drained, and two after that."""
-    steps = (*STEPS, "--steps=300", "--ckpt-every=50")
-    run = project / "runs" / "elastic"
-    settings = ("launch/slurm.sh", "--run-name", "elastic", *steps)
+    steps = (*STEPS, "--steps=300", "--ckpt-every=50", *logical)
+    name = f"elastic-{len(logical)}"
+    run = project / "runs" / name
+    settings = ("launch/slurm.sh", "--run-name", name, *steps)
     job = slurm.submit(project, "--nodes=1-2", *SMALL, *settings)
     trained_to(run, 50)
     slurm.call("scontrol", "update", "NodeName=node10", "State=drain", "Reason=test")
-    os.kill(find_training("elastic", "SLURM_PROCID=0"), signal.SIGKILL)
+    os.kill(find_training(name, "SLURM_PROCID=0"), signal.SIGKILL)
     trained_to(run, 150)
     slurm.call("scontrol", "update", "NodeName=node10", "State=resume")
     slurm.call("scontrol", "requeue", job)
     assert slurm.wait(job)["Restarts"] == "2"
     nodes = re.findall(rf"job {job} on (\S+), start", printed(project, job))
     assert nodes == ["node[9-10]", "node9", "node[9-10]"]
-    train_here(project, "--run-name", "alone", *steps)
-    assert_rounded_alike(run, project / "runs" / "alone", 300)
+    alone = f"alone-{len(logical)}"
+    train_here(project, "--run-name", alone, *steps)
+    if logical:
+        assert_same_checkpoint(run, project / "runs" / alone, 300)
+    else:
+        assert_rounded_alike(run, project / "runs" / alone, 300)
 
 
 def test_a_hook_that_fails_ends_the_job(project: Path, slurm: Slurm) -> None:

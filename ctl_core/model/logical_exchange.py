@@ -1,0 +1,87 @@
+"""Exchanges the results of logical replicas between the processes of a cluster.
+
+Each function is called on every device of every process, and returns the same values on each of
+them. No bit changes on the way, so that every device can finish the sums by itself; see
+logical_replicas.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from ctl_core import compat
+from ctl_core.cluster.collectives import count_local_replicas
+from ctl_core.input.batches import pack_elements, take_rows, unpack_element
+from ctl_core.numerics.reduction import decode_sum, encode_for_sum
+from ctl_core.types import AnyTensor
+
+
+def get_device_number() -> int:
+    """Returns the number of the device that calls this, among those of all processes."""
+    context = tf.distribute.get_replica_context()
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+
+def gather(value: tf.Tensor) -> tf.Tensor:
+    """Returns the tensors of all devices, stacked in the order of the devices.
+
+    Args:
+        value: a tensor of any dtype but string, with the same shape on each device
+    """
+    encoded = encode_for_sum(value)
+    gathered = compat.gather_from_replicas(encoded[tf.newaxis])
+    return decode_sum(tf.ensure_shape(gathered, [None, *encoded.shape]), value.dtype)
+
+
+def gather_texts(texts: tf.Tensor) -> tf.Tensor:
+    """Returns the texts of all devices, which are exchanged as the numbers of their characters.
+
+    Args:
+        texts: string[n], with the same n on each device
+
+    Returns:
+        string[devices, n]
+    """
+    separator = ","  # not in the alphabet of Base64, which is part of ASCII
+    joined = tf.strings.reduce_join(tf.io.encode_base64(texts), separator=separator)
+    lengths = gather(tf.strings.length(joined))
+    whole_numbers = tf.reduce_max(lengths) // 8 + 1  # 8 characters fit into an int64
+    padding = tf.repeat(" ", 8 * whole_numbers - tf.strings.length(joined))
+    padded = tf.strings.join([joined, tf.strings.reduce_join(padding)])
+    numbers = tf.bitcast(tf.reshape(tf.io.decode_raw(padded, tf.uint8), [-1, 8]), tf.int64)
+    characters = tf.bitcast(gather(numbers), tf.uint8)  # [devices, whole_numbers, 8]
+    characters = tf.reshape(characters, [tf.size(lengths), -1])
+    lines = tf.strings.unicode_encode(tf.cast(characters, tf.int32), "UTF-8")
+    lines = tf.strings.substr(lines, tf.zeros_like(lengths), lengths)
+    return tf.io.decode_base64(tf.strings.split(lines, separator).to_tensor())
+
+
+def gather_pieces(ranges: Sequence[range], pieces: list[list[AnyTensor]]) -> list[list[AnyTensor]]:
+    """Returns the pieces of all logical replicas, in their order.
+
+    Only the first device of a process returns them with rows, because host hooks get the pieces of
+    all devices of a process.
+
+    Args:
+        ranges: the logical replicas of each device
+        pieces: the tensors, dense or not, of each logical replica of this device; further ones are
+            ignored
+    """
+    device = get_device_number()
+    specs = [tf.type_spec_from_value(piece) for piece in pieces[0]]
+    most = max(map(len, ranges))
+    with tf.device("CPU:0"):
+        texts = pack_elements(pieces[: len(ranges[device])])
+        missing = tf.fill([most - len(ranges[device]), texts.shape[1]], "")
+        gathered = gather_texts(tf.reshape(tf.concat([texts, missing], 0), [-1]))
+        rows = tf.reshape(gathered, [len(ranges), most, texts.shape[1]])
+        all_pieces = [
+            unpack_element(rows[number, position], specs)
+            for number, leaves in enumerate(ranges)
+            for position in range(len(leaves))
+        ]
+        if device % count_local_replicas(tf.distribute.get_strategy()) == 0:
+            return all_pieces
+        return [[take_rows(piece, 0, 0) for piece in pieces] for pieces in all_pieces]

@@ -1,0 +1,212 @@
+"""What each process of a cluster with logical replicas runs: programs, one after the other.
+
+``python -m tests.golden.logical_cluster RUNS START NEXT DEVICES KILLED STEPS NAME...`` trains each
+program as RUNS/START-NAME up to a step, on as many devices of each process. RUNS/NEXT-NAME becomes
+what a kill after the step KILLED would leave.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ctl_core
+from tests.golden import engine, small
+
+LOGICAL_REPLICAS = 6
+layers = keras.layers
+
+
+class NoiseAndCount(keras.Layer):
+    """Adds noise of a generator of TensorFlow; counts calls, and rows over all replicas."""
+
+    def build(self, shape: Any) -> None:
+        self.generator = tf.random.Generator.from_seed(5)
+        self.calls = tf.Variable(0, trainable=False)
+        self.rows = tf.Variable(
+            0,
+            trainable=False,
+            dtype=tf.int64,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+
+    def call(self, values: tf.Tensor, training: bool = False) -> tf.Tensor:
+        if not training:
+            return values
+        self.calls.assign_add(1)
+        self.rows.assign_add(tf.shape(values, tf.int64)[0])
+        return values + 0.1 * self.generator.normal(tf.shape(values))
+
+
+def create_cnn() -> keras.Model:
+    """A CNN that ends in attention over the pixels of the last feature map."""
+    inputs = keras.Input((8, 8, 3))
+    values = layers.BatchNormalization(momentum=0.9)(layers.Conv2D(8, 3)(inputs))
+    values = layers.MaxPooling2D()(layers.Activation("relu")(values))
+    values = layers.Reshape((9, 8))(layers.Dropout(0.3)(values))
+    values += layers.MultiHeadAttention(2, 4, dropout=0.2)(values, values)
+    values = layers.GaussianNoise(0.1)(layers.LayerNormalization()(values))
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(values)))
+
+
+def make_cnn() -> SimpleNamespace:
+    """With Adam, and clipping that clips."""
+    random = np.random.default_rng(0)
+    arrays = random.normal(size=(100, 8, 8, 3)).astype("float32"), random.integers(0, 10, 100)
+
+    def update_pre(gradients: Any) -> Any:
+        return tf.clip_by_global_norm(gradients, 0.1)[0], gradients
+
+    return small.hooks(
+        create_dataset=small.slices(arrays),
+        create_model=create_cnn,
+        create_loss=lambda: small.crossentropy,
+        create_opt=keras.optimizers.Adam,
+        update_pre=update_pre,
+        # The last batch has 3 rows, fewer than there are logical replicas.
+        create_eval_dataset=small.slices(tuple(array[:35] for array in arrays)),
+        create_metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
+    )
+
+
+def make_noisy() -> SimpleNamespace:
+    """A small model with noise and batch statistics, which is evaluated."""
+    return small.hooks(
+        create_model=lambda: small.model_with(
+            layers.BatchNormalization(momentum=0.9), layers.Dropout(0.3)
+        ),
+        create_eval_dataset=small.create_eval_dataset,
+        create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
+    )
+
+
+def add_to_digest(state: dict[str, Any], step: int, output: Any, batch: Any) -> None:
+    """Keeps a checksum of all outputs and batches so far, which the checkpoint holds."""
+    digest = hashlib.sha256(state.get("digest", "").encode())
+    for tensor in tf.nest.flatten((output, batch), expand_composites=True):
+        digest.update(f"{step} {tensor.shape}".encode() + tf.io.serialize_tensor(tensor).numpy())
+    state["digest"] = digest.hexdigest()
+
+
+def make_observed() -> SimpleNamespace:
+    """Host hooks see texts and ragged tensors, and a generator and counters are written.
+
+    The gradients fill several buckets. An odd step computes nothing for a host hook.
+    """
+    arrays = small.data()
+    texts = np.array([f"text {number}" * (number % 5) for number in range(small.EXAMPLES)])
+
+    def create_model() -> keras.Model:
+        inputs = keras.Input((small.FEATURES,))
+        hidden = layers.BatchNormalization(momentum=0.9)(layers.Dense(1100)(inputs))
+        hidden = layers.Dense(1100)(layers.Dropout(0.3)(NoiseAndCount()(hidden)))
+        return keras.Model(inputs, [layers.Dense(1)(hidden), hidden])
+
+    class WithRagged(keras.layers.Layer):
+        """Adds a ragged output to those of the model, with as many numbers as the text is long."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = create_model()
+
+        def call(self, batch: Any, training: bool = False) -> Any:
+            output, hidden = self.model(batch[0][0], training=training)
+            lengths = tf.strings.length(batch[0][1])
+            return output, tf.RaggedTensor.from_tensor(hidden, lengths=lengths), lengths > 10
+
+    hooks = small.hooks(
+        create_dataset=small.slices(((arrays[0], texts), arrays[1])),
+        create_model=WithRagged,
+        create_opt=keras.optimizers.Adam,
+        every_steps={2: add_to_digest},
+    )
+    hooks.input_pre = lambda batch: batch
+    hooks.loss_pre = lambda output, batch: (output[0], batch[1])
+    return hooks
+
+
+def make_elements() -> SimpleNamespace:
+    """Each element of the dataset is the share of a logical replica: two sets of points."""
+
+    def create_dataset() -> tf.data.Dataset:
+        inputs, target = small.data()
+
+        def take(start: tf.Tensor) -> Any:
+            sizes = tf.cast(tf.stack([2 + start % 3, 1 + start % 2]), tf.int32)
+            points = tf.constant(inputs)[start : start + tf.cast(tf.reduce_sum(sizes), tf.int64)]
+            return {"points": points, "sizes": sizes, "targets": target[:2]}
+
+        return tf.data.Dataset.range(90).map(take)
+
+    def add_up(batch: Any) -> tf.Tensor:
+        return tf.reduce_sum(tf.RaggedTensor.from_row_lengths(batch["points"], batch["sizes"]), 1)
+
+    return small.hooks(
+        create_dataset=create_dataset,
+        count_examples=lambda batch: tf.shape(batch["targets"])[0],
+        input_pre=add_up,
+        loss_pre=lambda output, batch: (output, batch["targets"]),
+        every_steps={2: add_to_digest},
+    )
+
+
+class Program(NamedTuple):
+    """A program.
+
+    Attributes:
+        make_hooks: returns its hooks
+        settings: settings that it needs
+    """
+
+    make_hooks: Callable[[], SimpleNamespace]
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+PROGRAMS = {
+    "noisy": Program(make_noisy),
+    "cnn": Program(make_cnn),
+    "observed": Program(make_observed),
+    "elements": Program(make_elements, {"batch_size": 2 * LOGICAL_REPLICAS}),
+}
+
+
+def train_program(
+    runs: Path, start: str, name: str, at_step: dict[int, Any] | None = None, **settings: Any
+) -> ctl_core.State:
+    """Trains a program as RUNS/START-NAME."""
+    program = PROGRAMS[name]
+    hooks = program.make_hooks()
+    hooks.at_step = at_step or {}
+    settings = {"ckpt_every": 2, "eval_every": 2, "seed": 7, **program.settings, **settings}
+    return engine.train(
+        hooks, runs, run_name=f"{start}-{name}", logical_replicas=LOGICAL_REPLICAS, **settings
+    )
+
+
+def leave_for(runs: Path, start: str, next_start: str, name: str) -> Callable[[bool], None]:
+    """Returns a hook in which the chief leaves the folder of the next start as a kill would."""
+
+    def kill(chief: bool) -> None:
+        if chief:
+            engine.leave_as_killed(runs / f"{start}-{name}", runs / f"{next_start}-{name}")
+
+    return kill
+
+
+def main(folder: Path, start: str, next_start: str, *words: str) -> None:
+    """Trains programs; ``words`` are the numbers and the names of the module's docstring."""
+    devices, killed, steps = map(int, words[:3])
+    for name in words[3:]:
+        at_step = {killed: leave_for(folder, start, next_start, name)}
+        train_program(folder, start, name, at_step, steps=steps, virtual_devices=devices)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,100 @@
+"""``logical_replicas`` on several processes: the bits of one device, in all that is saved."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden import compare, engine
+from tests.golden.logical_cluster import PROGRAMS, train_program
+
+STEPS = 9
+# The starts of a run: a name, the number of processes, the devices of each, and the step of a kill.
+STARTS = (("two", 2, 1, 3), ("three", 3, 1, 5), ("two_by_two", 2, 2, 7), ("four", 4, 1, 8))
+QUICK = ("noisy", "elements")
+CHANGING = [name for name in PROGRAMS if name not in QUICK]
+
+
+def assert_same_run(run: Path, expected: Path, step: int) -> None:
+    """Compares bits: all that is saved of a step, and the values of all evaluations."""
+    compared = 0
+    for subfolder in ("", "engine"):
+        saved, others = (read_saved(folder, step, subfolder) for folder in (run, expected))
+        assert saved.keys() == others.keys()
+        compared += len(saved)
+        for key, value in others.items():
+            assert saved[key].tobytes() == value.tobytes(), key
+    assert compared > 5
+    assert list_evaluations(run) == list_evaluations(expected)
+    record, expected_record = (
+        json.loads((folder / f"ckpt/engine/ckpt-{step}.json").read_text())
+        for folder in (run, expected)
+    )
+    assert record["progress"]["hook_state"] == expected_record["progress"]["hook_state"]
+    assert record["generators"] == expected_record["generators"]
+
+
+def read_saved(run: Path, step: int, subfolder: str) -> dict[str, Any]:
+    """Returns the variables of a checkpoint, but for the checksum of the data of a cluster."""
+    saved = compare.read_checkpoint(run, step, subfolder)
+    return {key: value for key, value in saved.items() if "create_dataset.Sdigest" not in key}
+
+
+def list_evaluations(run: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    timed = ("time", "seconds", "examples_per_second")
+    return [
+        {name: line[name] for name in line if name not in timed}
+        for line in lines
+        if line["split"] == "eval"
+    ]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs of two processes that were killed after step 3 of 4, and went on."""
+    folder = tmp_path_factory.mktemp("quick")
+    words = (str(folder), "two", "killed", "1", "3", "4", *QUICK)
+    engine.run_cluster(folder, "tests.golden.logical_cluster", *words)
+    return folder
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_two_processes_end_with_the_bits_of_one_device_and_resumed_on_three(
+    quick: Path, name: str
+) -> None:
+    train_program(quick, "one", name, steps=4)
+    train_program(quick, "killed", name, steps=4, virtual_devices=3)
+    for start in ("two", "killed"):
+        assert_same_run(quick / f"{start}-{name}", quick / f"one-{name}", 4)
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs on other processes at each start, from where a kill left the one before.
+
+    Each start trains to the end, too.
+    """
+    folder = tmp_path_factory.mktemp("changing")
+    next_starts = [start for start, *_ in STARTS[1:]] + ["last"]
+    for (start, processes, devices, killed), next_start in zip(STARTS, next_starts, strict=True):
+        words = (str(folder), start, next_start, str(devices), str(killed), str(STEPS), *CHANGING)
+        engine.run_cluster(folder, "tests.golden.logical_cluster", *words, processes=processes)
+    for name in CHANGING:
+        train_program(folder, "one", name, steps=STEPS)
+        train_program(folder, "last", name, steps=STEPS, virtual_devices=5)
+    return folder
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("start", [*(start for start, *_ in STARTS), "last"])
+def test_any_number_of_processes_ends_with_the_same_bits(
+    changing: Path, start: str, name: str
+) -> None:
+    """With Adam, which enlarges each difference; resumed on other processes after each kill."""
+    if start != STARTS[0][0]:
+        log = (changing / f"{start}-{name}" / "train.log").read_text()
+        assert "resuming at step" in log
+    assert_same_run(changing / f"{start}-{name}", changing / f"one-{name}", STEPS)
