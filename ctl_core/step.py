@@ -39,6 +39,7 @@ from ctl_core.update import (
     make_compiled_update,
     make_update,
     note_flags,
+    unscale_sums,
 )
 
 _OPTIMIZER_IN_MICRO_BATCH = (
@@ -138,6 +139,10 @@ def merge_turns(results: list[StepResult]) -> StepResult:
         display_gradients=merge("display_gradients"),
         variables=merge("variables"),
         flags=[flags for result in results for flags in result.flags],
+        are_equal=[
+            tf.reduce_all(flags)
+            for flags in zip(*(result.are_equal for result in results), strict=True)
+        ],
     )
 
 
@@ -182,11 +187,11 @@ def update_logical_replicas(
         global_batch: the global batch
         kept: which of ``output`` and ``batch`` are needed afterwards
     """
-    assert isinstance(global_batch.examples, int)
     computation = LogicalReplicas(context, replicas.run)
-    contribution, summed, variables = computation.compute(
+    contribution, total, variables = computation.compute(
         global_batch.deal(0), global_batch.examples, kept
     )
+    summed = replicas.run(partial(unscale_sums, context), total)
     updates = replicas.run(
         partial(_call_update_pre_alike, context, computation, global_batch.examples, variables),
         contribution,

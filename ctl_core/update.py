@@ -76,9 +76,20 @@ def finish_sums(context: StepContext, is_executable: bool, total: Contribution) 
         is_executable: whether XLA compiles what is traced
         total: returned by ``sum_contributions``
     """
-    components = context.components
     gradients = reduction.merge_rows(total.gradients, is_executable)
+    return unscale_sums(context, total._replace(gradients=gradients))
+
+
+def unscale_sums(context: StepContext, total: Contribution) -> Contribution:
+    """Divides the sums by the loss scale and by the weight of the batch, on one replica.
+
+    Args:
+        context: of the step
+        total: the sums over all replicas, in which a sparse gradient has each index once
+    """
+    components = context.components
     loss = total.loss
+    gradients = total.gradients
     if components.loss_scale is not None:
         gradients = reduction.multiply(gradients, 1.0 / components.loss_scale.value)
     if total.weight:

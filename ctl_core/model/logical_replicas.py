@@ -24,19 +24,20 @@ from ctl_core.cluster.collectives import distribute
 from ctl_core.cluster.replica_contexts import enter_logical_replica
 from ctl_core.input.batches import (
     Share,
-    find_fixed_start,
+    find_rows,
     find_start,
+    keep_rows_if,
     take_batch_rows,
     take_rows,
     unpack_element,
 )
 from ctl_core.model.components import Components, StepContext
-from ctl_core.model.forward import forward_backward
+from ctl_core.model.forward import forward_backward, keep_if
 from ctl_core.numerics.packing import BUCKET_BYTES, Packing
 from ctl_core.numerics.randomness import derive_generator_states
 from ctl_core.numerics.reduction import Contribution, encode_for_sum
 from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
-from ctl_core.numerics.variables import name_variable
+from ctl_core.numerics.variables import name_variable, unwrap
 from ctl_core.run.errors import SetupError
 from ctl_core.types import (
     AnyTensor,
@@ -139,12 +140,12 @@ class LeafSum:
             input_signature=[tf.TensorSpec([], tf.int32)],
             experimental_attributes=_NOT_INLINED,
         )
-        def compute_leaf(index: tf.Tensor) -> tuple[Buckets, list[tf.Tensor], list[AnyTensor]]:
+        def compute_leaf(index: tf.Tensor) -> LeafResult:
             result = compute(index)
             if self.packing is None:
                 specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in result.summed]
                 self.packing = Packing(specs, BUCKET_BYTES)
-            return self.packing.pack(result.summed), result.compared, result.pieces
+            return result._replace(summed=self.packing.pack(result.summed))
 
         walk = DeviceWalk(compute_leaf.get_concrete_function())
         roots = [
@@ -258,11 +259,11 @@ class DeviceWalk:
         # If the index were a constant, TensorFlow could simplify each call differently.
         index = tf.compat.v1.placeholder_with_default(subtree.start, [])
         with tf.control_dependencies(self._last):
-            buckets, compared, pieces = self._function(index)
-        self.compared.append(compared)
-        self.pieces.append(pieces)
-        self._last = buckets
-        return buckets  # type: ignore[no-any-return]
+            result: LeafResult = self._function(index)
+        self.compared.append(result.compared)
+        self.pieces.append(result.pieces)
+        self._last = result.summed
+        return result.summed
 
     def add(self, left: Buckets, right: Buckets) -> Buckets:
         """Adds the sums of two subtrees."""
@@ -319,11 +320,16 @@ class LogicalReplicas:
         self.are_equal: list[tf.Tensor] = []
         self._sum = LeafSum(shape.shares, shape.replicas)
         self._variables: VariablesByObjective = {}
+        self._metric_variables: list[tf.Variable] = [
+            unwrap(variable)
+            for metric in self._components.list_logged_metrics().values()
+            for variable in metric.variables
+        ]
         self._structure: Structure = None
         self._piece_structure: Structure = None
 
     def compute(
-        self, share: Share, examples: int, kept: frozenset[str]
+        self, share: Share, examples: Count, kept: frozenset[str]
     ) -> tuple[Contribution, Contribution, VariablesByObjective]:
         """Computes all logical replicas.
 
@@ -346,7 +352,7 @@ class LogicalReplicas:
         differences = totals[len(totals) - len(before) :]
         summed = tf.nest.pack_sequence_as(self._structure, totals[: len(totals) - len(before)])
         self.are_equal = self._compare_devices(result)
-        self._run(self._assign_written, before, differences)
+        self._run(self._add_differences, before, differences)
         loss, gradients, weight = summed
         output: list[Structure] = []
         batch: list[Structure] = []
@@ -358,21 +364,23 @@ class LogicalReplicas:
         return contribution, Contribution(loss, gradients, weight, [], []), self._variables
 
     def _run_device(
-        self, batch: Batch, examples: int, kept: frozenset[str]
+        self, batch: Batch, examples: Count, kept: frozenset[str]
     ) -> tuple[DeviceResult, list[tf.Tensor]]:
         """Computes the logical replicas of one device.
 
         Returns:
-            The results; and for each variable whose changes are added up, its value before.
+            The results; and for each variable of ``_list_added``, its value before.
         """
         context = tf.distribute.get_replica_context()
         device = int(tf.get_static_value(context.replica_id_in_sync_group))
         written = self._components.written
         before = [entry.variable.read_value() for entry in written]
+        metrics_before = [variable.read_value() for variable in self._metric_variables]
         shape = self._components.shape
         leaves = shape.shares
-        first_leaf = self._sum.get_leaves(device).start
-        first_row = find_fixed_start(first_leaf, examples, leaves)
+        device_leaves = self._sum.get_leaves(device)
+        first_leaf = device_leaves.start
+        first_row, _ = find_rows(device_leaves, examples, leaves)
 
         def compute(index: tf.Tensor) -> LeafResult:
             with (
@@ -383,6 +391,8 @@ class LogicalReplicas:
                 self.states.assign(index)
                 for entry, value in zip(written, before, strict=True):
                     entry.variable.assign(value)
+                for variable in self._metric_variables:
+                    variable.assign(tf.zeros_like(variable))
                 if shape.by_rows:
                     share = take_leaf(batch, examples, index, leaves, first_row)
                 else:
@@ -395,14 +405,18 @@ class LogicalReplicas:
 
         result = self._sum.compute(device, compute)
         pairs = zip(written, before, strict=True)
-        return result, [value for entry, value in pairs if not entry.is_shared]
+        added_before = [value for entry, value in pairs if not entry.is_shared]
+        return result, added_before + metrics_before
 
     def _collect(
-        self, contribution: Contribution, share: Share, before: list[tf.Tensor], examples: int
+        self, contribution: Contribution, share: Share, before: list[tf.Tensor], examples: Count
     ) -> LeafResult:
         """Returns the results of a logical replica after its forward and backward pass."""
         self._structure = (contribution.loss, contribution.gradients, contribution.weight)
-        self._piece_structure = (contribution.output, contribution.batch)
+        pieces = (contribution.output, contribution.batch)
+        if share.present is not None:
+            pieces = keep_rows_if(share.present, pieces)
+        self._piece_structure = pieces
         rows = share.rows
         if rows is None:
             rows = examples // self._components.shape.shares
@@ -417,18 +431,28 @@ class LogicalReplicas:
             difference = after - value
             if written.max_stretch is not None:  # a moving statistic, which becomes the mean
                 difference *= tf.cast(share_of_rows, difference.dtype)
-            differences.append(difference)
+            differences.append(keep_if(share.present, difference))
+        differences += [variable.read_value() for variable in self._metric_variables]
         return LeafResult(
             [*tf.nest.flatten(self._structure), *differences],
             compared,
             tf.nest.flatten(self._piece_structure),
         )
 
-    def _assign_written(self, before: list[tf.Tensor], differences: list[tf.Tensor]) -> None:
+    def _list_added(self) -> list[tf.Variable]:
+        """Returns the variables whose changes by all logical replicas are added up."""
+        written = self._components.written
+        return [
+            *(entry.variable for entry in written if not entry.is_shared),
+            *self._metric_variables,
+        ]
+
+    def _add_differences(self, before: list[tf.Tensor], differences: list[tf.Tensor]) -> None:
         """Adds the changes that all logical replicas made to variables, on one device."""
-        added = [written for written in self._components.written if not written.is_shared]
-        for written, value, difference in zip(added, before, differences, strict=True):
-            written.variable.assign(value + difference)
+        for variable, value, difference in zip(
+            self._list_added(), before, differences, strict=True
+        ):
+            variable.assign(value + difference)
 
     def _compare_devices(self, result: DeviceResult) -> list[tf.Tensor]:
         """Returns, for each compared variable, whether all logical replicas have the same value."""
@@ -441,8 +465,14 @@ class LogicalReplicas:
             ]
 
 
-def take_leaf(batch: Batch, examples: int, index: tf.Tensor, leaves: int, first_row: int) -> Share:
+def take_leaf(
+    batch: Batch, examples: Count, index: tf.Tensor, leaves: int, first_row: Count
+) -> Share:
     """Takes the rows of a logical replica from the rows of its device.
+
+    If the number of examples varies, there may be fewer of them than logical replicas. A logical
+    replica without rows gets the last row of the global batch as a placeholder. It thus writes the
+    same values to variables as the last one with rows, and may be compared with it.
 
     Args:
         batch: the rows of the device
@@ -451,13 +481,17 @@ def take_leaf(batch: Batch, examples: int, index: tf.Tensor, leaves: int, first_
         leaves: the number of logical replicas
         first_row: the index of the first row of the device in the global batch
     """
-    if examples % leaves == 0:
+    if isinstance(examples, int) and examples % leaves == 0:
         size = examples // leaves
         return Share(take_batch_rows(batch, index * size - first_row, size))
     first = find_start(index, examples, leaves)
     rows = find_start(index + 1, examples, leaves) - first
-    taken = take_batch_rows(batch, first - first_row, rows)
-    return Share(taken, rows, None, tf.constant(examples))
+    together = tf.convert_to_tensor(examples)
+    if isinstance(examples, int):
+        return Share(take_batch_rows(batch, first - first_row, rows), rows, None, together)
+    first = tf.minimum(first, examples - 1)
+    taken = take_batch_rows(batch, first - first_row, tf.maximum(rows, 1))
+    return Share(taken, rows, rows > 0, together)
 
 
 def make_vector(piece: AnyTensor) -> AnyTensor:

@@ -184,12 +184,6 @@ class Config:
             return "jit_compile is not supported yet, as XLA may add up differently; leave it out."
         if self.workers > 1 or self.strategy == "multi_worker":
             return "trains in one process yet; leave out workers and the strategy multi_worker."
-        if self.precision == "float16":
-            return "precision float16, with its loss scale, is not supported yet; take bfloat16."
-        if self.keeps_last_batch:
-            return "last_batch: keep is not supported yet; take last_batch: drop."
-        if self.ema is not None:
-            return "ema is not supported yet; leave one of the two out."
         return None
 
     @field_validator("*", mode="before")

@@ -134,6 +134,14 @@ class Best(keras.metrics.MeanAbsoluteError):
         self.total.assign(100.0)
 def create_metrics():  # here
     return {"error": Best()}
+== the state of a metric of training does not -> create_train_metrics | 'best' | start at 0
+class Best(keras.metrics.Mean):
+    def reset_state(self):
+        self.total.assign(100.0)
+def create_train_metrics():  # here
+    return {"best": Best()}
+def train_metric_pre(output):
+    return output
 == the gradient of an embedding is sparse -> embeddings is sparse | leave out logical_replicas
 def input_pre(batch):
     return tf.cast(tf.abs(batch[0]), tf.int32)
@@ -141,35 +149,6 @@ def create_model():
     embed = keras.layers.Embedding(9, 2)
     model = [keras.Input((5,)), embed, keras.layers.Flatten(), keras.layers.Dense(1)]
     return keras.Sequential(model)
-== objectives take turns -> turns | logical_replicas
-turns = ["a", "b"]
-def create_opt(lr):
-    return {"a": keras.optimizers.SGD(lr), "b": keras.optimizers.SGD(lr)}
-== there are optimizers by objective -> create_opt | several optimizers
-def create_opt(lr):  # here
-    return {"a": keras.optimizers.SGD(lr)}
-def grad_pre(loss, train_model):
-    return {"a": (loss, 0.0, train_model.trainable_variables)}
-== there are groups -> create_opt | several optimizers
-def create_opt(lr, train_model):  # here
-    return [(keras.optimizers.SGD(lr), train_model.trainable_variables)]
-== a batch has a weight -> batch_weight | leave out logical_replicas
-def batch_weight(batch):  # here
-    return tf.reduce_sum(batch[1])
-== there are train metrics -> create_train_metrics | leave out logical_replicas
-def create_train_metrics():  # here
-    return {"mean": keras.metrics.Mean()}
-def train_metric_pre(output):
-    return output
-== a part of the loss is logged -> grad_pre | logged parts of the loss
-def grad_pre(loss, train_model):  # here
-    return loss, 0.0, train_model.trainable_variables, {"part": loss}
-== a layer computes in float16 -> create_model | float16
-def create_model():  # here
-    return small.model_with(keras.layers.Dense(8, dtype="mixed_float16"))
-== a reader reads the data -> create_dataset | readers
-def create_dataset():  # here
-    return iter([small.data()])
 """
 )
 EVALUATION = """
@@ -208,9 +187,6 @@ SETTINGS = {
     "XLA": (("--jit-compile",), ("jit_compile", "leave it out")),
     "processes": (("--workers=2",), ("workers", "one process")),
     "a cluster": (("--strategy=multi_worker",), ("multi_worker", "one process")),
-    "float16": (("--precision=float16",), ("float16", "bfloat16")),
-    "kept batches": (("--last-batch=keep",), ("last_batch: keep", "last_batch: drop")),
-    "averages": (("--ema=0.9",), ("ema", "leave one of the two out")),
     "more replicas than rows": (("--logical-replicas=17",), ("17", "batch of 16", "at most")),
     "more devices than replicas": (
         ("--virtual-devices=5",), ("5 devices", "4 logical replicas", "fewer devices"),
