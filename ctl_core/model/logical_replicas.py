@@ -15,7 +15,8 @@ adds in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -32,20 +33,21 @@ from ctl_core.input.batches import (
     unpack_element,
 )
 from ctl_core.model.components import Components, StepContext
-from ctl_core.model.forward import forward_backward, keep_if
+from ctl_core.model.forward import fix_sparse_shape, forward_backward, keep_if
 from ctl_core.numerics.packing import BUCKET_BYTES, Packing
 from ctl_core.numerics.randomness import derive_generator_states
-from ctl_core.numerics.reduction import Contribution, encode_for_sum
+from ctl_core.numerics.reduction import Contribution, encode_for_sum, join, merge_rows
 from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
 from ctl_core.numerics.variables import name_variable, unwrap
-from ctl_core.run.errors import SetupError
 from ctl_core.types import (
     AnyTensor,
     Batch,
     Count,
+    Gradient,
     GradientsByObjective,
     PerReplica,
     Structure,
+    Variable,
     VariablesByObjective,
 )
 
@@ -57,13 +59,22 @@ UPDATE = -1
 BETWEEN_STEPS = -2
 
 Run = Callable[..., PerReplica]
-# The sums of a subtree, packed into buckets.
-Buckets = list[tf.Tensor]
+# The sums of a subtree, packed into buckets. A bucket is a vector of dense sums, or the sum of a
+# sparse gradient, in which each index occurs once.
+Bucket: TypeAlias = Gradient
+Buckets: TypeAlias = list[Bucket]
 
 _NOT_INLINED = {"_noinline": True}
 
 
-def _add(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+def _add(left: Bucket, right: Bucket) -> Bucket:
+    """Adds two buckets.
+
+    The sum of two sparse gradients has the indices of both, in an order that depends only on the
+    two. It has the same values as the sum of the dense gradients.
+    """
+    if isinstance(left, tf.IndexedSlices):
+        return merge_rows(join(left, right), compiled=False)
     return left + right
 
 
@@ -80,12 +91,13 @@ class LeafResult(NamedTuple):
     """The results of one logical replica.
 
     Attributes:
-        summed: the tensors that are added up over all logical replicas
+        summed: the tensors that are added up over all logical replicas; a sparse gradient has each
+            index once
         compared: the values that have to be equal on all logical replicas
         pieces: the tensors, dense or not, of this logical replica that host hooks are passed
     """
 
-    summed: list[tf.Tensor]
+    summed: list[Gradient]
     compared: list[tf.Tensor]
     pieces: list[AnyTensor]
 
@@ -114,11 +126,13 @@ class LeafSum:
     """Computes the logical replicas, which are the leaves of the tree, and adds them up.
 
     Attributes:
-        packing: how the summed tensors are packed; set when the first device is traced
+        packing: how the dense ones among the summed tensors are packed; set when the first device
+            is traced
     """
 
     def __init__(self, leaves: int, devices: int) -> None:
         self.packing: Packing | None = None
+        self._are_sparse: list[bool] = []
         self._leaves = leaves
         self._ranges = split_leaves(leaves, devices)
         self._most_roots = max(len(list_roots(leaves, leaves_)) for leaves_ in self._ranges)
@@ -142,10 +156,7 @@ class LeafSum:
         )
         def compute_leaf(index: tf.Tensor) -> LeafResult:
             result = compute(index)
-            if self.packing is None:
-                specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in result.summed]
-                self.packing = Packing(specs, BUCKET_BYTES)
-            return result._replace(summed=self.packing.pack(result.summed))
+            return result._replace(summed=self._pack(result.summed))
 
         walk = DeviceWalk(compute_leaf.get_concrete_function())
         roots = [
@@ -154,7 +165,7 @@ class LeafSum:
         ]
         # All replicas of a strategy have to return the same structure.
         while len(roots) < self._most_roots:
-            roots.append([tf.zeros([0], bucket.dtype) for bucket in roots[0]])
+            roots.append([make_empty(bucket) for bucket in roots[0]])
         pieces = [[make_vector(piece) for piece in leaf_pieces] for leaf_pieces in walk.pieces]
         while len(pieces) < max(map(len, self._ranges)):
             pieces.append([take_rows(piece, 0, 0) for piece in pieces[0]])
@@ -164,6 +175,16 @@ class LeafSum:
             [are_all_equal(values) for values in zip(*walk.compared, strict=True)],
             pieces,
         )
+
+    def _pack(self, summed: list[Gradient]) -> Buckets:
+        """Packs the dense tensors of a logical replica; each sparse one is a bucket by itself."""
+        dense = [tensor for tensor in summed if not isinstance(tensor, tf.IndexedSlices)]
+        sparse = [tensor for tensor in summed if isinstance(tensor, tf.IndexedSlices)]
+        if self.packing is None:
+            specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in dense]
+            self.packing = Packing(specs, BUCKET_BYTES)
+            self._are_sparse = [isinstance(tensor, tf.IndexedSlices) for tensor in summed]
+        return [*self.packing.pack(dense), *sparse]
 
     def finish(
         self, strategy: tf.distribute.Strategy, run: Run, roots: list[list[PerReplica]]
@@ -216,7 +237,7 @@ class LeafSum:
                 released[subtree] = value
         return released
 
-    def _unpack_on_device(self, packed: Buckets) -> list[tf.Tensor]:
+    def _unpack_on_device(self, packed: Buckets) -> list[Gradient]:
         """Unpacks the sums on one device.
 
         Each device first passes a sum through an identity function that is placed on this device
@@ -231,7 +252,11 @@ class LeafSum:
         generators, numbers of steps, and flags.
         """
         assert self.packing is not None
-        return self.packing.unpack([hidden_identity(bucket) for bucket in packed])
+        received = [hidden_identity(bucket) for bucket in packed]
+        dense_buckets = len(self.packing.buckets)
+        dense = iter(self.packing.unpack(received[:dense_buckets]))
+        sparse = iter(received[dense_buckets:])
+        return [next(sparse if is_sparse else dense) for is_sparse in self._are_sparse]
 
 
 class DeviceWalk:
@@ -354,6 +379,7 @@ class LogicalReplicas:
         self.are_equal = self._compare_devices(result)
         self._run(self._add_differences, before, differences)
         loss, gradients, weight = summed
+        gradients = self._run(partial(settle_gradients, variables=self._variables), gradients)
         output: list[Structure] = []
         batch: list[Structure] = []
         for leaf_pieces in result.pieces:
@@ -398,7 +424,8 @@ class LogicalReplicas:
                 else:
                     share = Share(unpack_element(batch[index - first_leaf], shape.element_spec))
                 contribution, variables = forward_backward(self._context, examples, kept, share)
-                gradients = check_gradients(contribution.gradients, variables)
+                gradients = merge_rows(contribution.gradients, compiled=False)
+                gradients = settle_gradients(gradients, variables)
                 contribution = contribution._replace(gradients=gradients)
                 self._variables = variables
                 return self._collect(contribution, share, before, examples)
@@ -501,26 +528,32 @@ def make_vector(piece: AnyTensor) -> AnyTensor:
     return piece
 
 
-def check_gradients(
+def make_empty(bucket: Bucket) -> Bucket:
+    """Returns a bucket without elements, or without rows if it is sparse."""
+    if isinstance(bucket, tf.IndexedSlices):
+        return tf.IndexedSlices(bucket.values[:0], bucket.indices[:0], bucket.dense_shape)
+    return tf.zeros([0], bucket.dtype)
+
+
+def settle_gradients(
     gradients: GradientsByObjective, variables: VariablesByObjective
 ) -> GradientsByObjective:
-    """Returns dense gradients with the static shapes of their variables.
+    """Returns gradients with the static shapes of their variables.
 
-    Raises:
-        SetupError: a gradient is sparse, so its number of rows is not fixed; the message names the
-            variable.
+    Whether a gradient is sparse depends only on how the model uses the variable.
     """
-    checked: GradientsByObjective = {}
-    for name, objective_gradients in gradients.items():
-        checked[name] = []
-        for gradient, variable in zip(objective_gradients, variables[name], strict=True):
-            if isinstance(gradient, tf.IndexedSlices):
-                raise SetupError(
-                    f"logical_replicas: the gradient of {name_variable(variable)} is sparse, which "
-                    "is not supported yet; leave out logical_replicas."
-                )
-            checked[name].append(tf.ensure_shape(gradient, variable.shape))
-    return checked
+    return {
+        name: list(map(fix_shape, objective_gradients, variables[name]))
+        for name, objective_gradients in gradients.items()
+    }
+
+
+def fix_shape(gradient: Gradient, variable: Variable) -> Gradient:
+    """Returns a gradient, sparse or not, with the static shape of its variable."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.ensure_shape(gradient.values, [None, *variable.shape[1:]])
+        return fix_sparse_shape(tf.IndexedSlices(values, gradient.indices), variable)
+    return tf.ensure_shape(gradient, variable.shape)
 
 
 def are_all_equal(values: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -142,13 +142,6 @@ def create_train_metrics():  # here
     return {"best": Best()}
 def train_metric_pre(output):
     return output
-== the gradient of an embedding is sparse -> embeddings is sparse | leave out logical_replicas
-def input_pre(batch):
-    return tf.cast(tf.abs(batch[0]), tf.int32)
-def create_model():
-    embed = keras.layers.Embedding(9, 2)
-    model = [keras.Input((5,)), embed, keras.layers.Flatten(), keras.layers.Dense(1)]
-    return keras.Sequential(model)
 """
 )
 EVALUATION = """

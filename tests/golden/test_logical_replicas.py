@@ -276,6 +276,11 @@ def clip(gradients: Any) -> Any:
     return tf.clip_by_global_norm(gradients, 0.5)[0], gradients
 
 
+def clip_sparse(gradients: Any) -> Any:
+    assert isinstance(gradients[0], tf.IndexedSlices)
+    return clip(gradients)
+
+
 def weigh(batch: Any) -> tf.Tensor:
     return tf.reduce_sum(tf.abs(batch[1]))
 
@@ -319,6 +324,24 @@ def create_low_rank() -> keras.Model:
     return model
 
 
+def create_embedding() -> keras.Model:
+    """A table of which most rows occur in no batch, and some in many logical replicas."""
+    return keras.Sequential(
+        [
+            keras.Input((small.FEATURES,), dtype="int32"),
+            layers.Embedding(40, 3),
+            layers.Flatten(),
+            layers.Dropout(0.3),
+            layers.Dense(1),
+        ]
+    )
+
+
+def count(batch: Any) -> tf.Tensor:
+    """Returns the examples as the numbers of words."""
+    return tf.cast(5.0 * tf.abs(batch[0]), tf.int32)
+
+
 def create_train_metrics() -> dict[str, keras.Metric]:
     return {"error": keras.metrics.MeanAbsoluteError(), "auc": keras.metrics.AUC(num_thresholds=9)}
 
@@ -338,6 +361,7 @@ TRAIN_METRICS: dict[str, Any] = {
     "create_train_metrics": create_train_metrics,
     "train_metric_pre": judge,
 }
+EMBEDDING: dict[str, Any] = {"create_model": create_embedding, "input_pre": count}
 # A pass has a last batch of 4 rows, fewer than there are logical replicas.
 ROWS: dict[str, Any] = {"create_dataset": small.slices(small.data())}
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -353,8 +377,10 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reports": ({"every_steps": {2: look}}, {}),
     "train_metrics": (TRAIN_METRICS, {}),
     "float16": ({"create_loss": lambda: large_error}, {"precision": "float16"}),
+    "embedding": ({**EMBEDDING, "update_pre": clip_sparse}, {}),
     "all": (
         {
+            **EMBEDDING,
             **OBJECTIVES,
             **TRAIN_METRICS,
             "create_dataset": Rows,
