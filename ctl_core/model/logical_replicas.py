@@ -33,7 +33,7 @@ from ctl_core.input.batches import (
     unpack_element,
 )
 from ctl_core.model.components import Components, StepContext
-from ctl_core.model.forward import fix_sparse_shape, forward_backward, keep_if
+from ctl_core.model.forward import ForwardBackward, fix_sparse_shape, keep_if
 from ctl_core.numerics.packing import BUCKET_BYTES, Packing
 from ctl_core.numerics.randomness import derive_generator_states
 from ctl_core.numerics.reduction import Contribution, encode_for_sum, join, merge_rows
@@ -354,14 +354,14 @@ class LogicalReplicas:
         self._piece_structure: Structure = None
 
     def compute(
-        self, share: Share, examples: Count, kept: frozenset[str]
+        self, share: Share, examples: Count, forward_backward: ForwardBackward
     ) -> tuple[Contribution, Contribution, VariablesByObjective]:
         """Computes all logical replicas.
 
         Args:
             share: for each device, the rows of its logical replicas
             examples: the number of examples in the global batch
-            kept: which of ``output`` and ``batch`` are needed afterwards
+            forward_backward: computes the contribution of a logical replica
 
         Returns:
             Three values: the sums, with the outputs and batches of each device; the sums without
@@ -370,7 +370,7 @@ class LogicalReplicas:
         strategy = self._components.strategy
 
         def run_on_device(share: Share) -> tuple[DeviceResult, list[tf.Tensor]]:
-            return self._run_device(share.batch, examples, kept)
+            return self._run_device(share.batch, examples, forward_backward)
 
         result, before = self._run(run_on_device, share)
         totals = self._sum.finish(strategy, self._run, result.roots)
@@ -390,7 +390,7 @@ class LogicalReplicas:
         return contribution, Contribution(loss, gradients, weight, [], []), self._variables
 
     def _run_device(
-        self, batch: Batch, examples: Count, kept: frozenset[str]
+        self, batch: Batch, examples: Count, forward_backward: ForwardBackward
     ) -> tuple[DeviceResult, list[tf.Tensor]]:
         """Computes the logical replicas of one device.
 
@@ -423,7 +423,7 @@ class LogicalReplicas:
                     share = take_leaf(batch, examples, index, leaves, first_row)
                 else:
                     share = Share(unpack_element(batch[index - first_leaf], shape.element_spec))
-                contribution, variables = forward_backward(self._context, examples, kept, share)
+                contribution, variables = forward_backward(share)
                 gradients = merge_rows(contribution.gradients, compiled=False)
                 gradients = settle_gradients(gradients, variables)
                 contribution = contribution._replace(gradients=gradients)

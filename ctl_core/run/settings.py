@@ -180,8 +180,6 @@ class Config:
                 f"leave out accumulate_steps, which is {self.accumulate_steps}: a device already "
                 "computes its logical replicas one after another."
             )
-        if self.jit_compile is True:
-            return "jit_compile is not supported yet, as XLA may add up differently; leave it out."
         if self.workers > 1 or self.strategy == "multi_worker":
             return "trains in one process yet; leave out workers and the strategy multi_worker."
         return None

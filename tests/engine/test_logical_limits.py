@@ -144,6 +144,27 @@ def train_metric_pre(output):
     return output
 """
 )
+COMPILED_HOOKS = engine.read_table(
+    """
+== a maximum is pooled -> /pooling_1/ | MaxPoolGrad | deterministic | --no-jit-compile
+def create_model():
+    inputs = keras.Input((small.FEATURES,))
+    hidden = keras.layers.Reshape((-1, 1))(keras.layers.Dense(8)(inputs))
+    pooled = keras.layers.MaxPooling1D(name="pooling")(hidden)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(pooled)))
+== a hook makes text -> input_pre | AsString | --no-jit-compile
+def input_pre(batch):
+    return tf.strings.to_number(tf.strings.as_string(batch[0]))  # here
+== a hook writes a summary -> input_pre | tf.summary | --no-jit-compile
+def input_pre(batch):
+    tf.summary.scalar("mean", tf.reduce_mean(batch[0]))  # here
+    return batch[0]
+== update_pre draws random numbers -> update_pre | before the sum | --no-jit-compile
+def update_pre(gradients):
+    noise = tf.random.stateless_normal([], [1, 2])  # here
+    return [noise * gradient for gradient in gradients], gradients
+"""
+)
 EVALUATION = """
 import ctl_core as ctl
 create_eval_dataset = small.create_eval_dataset
@@ -167,6 +188,18 @@ def test_hooks_are_refused(
     assert not list(tmp_path.glob("runs/*/ckpt/engine/*.json"))
 
 
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("case", COMPILED_HOOKS)
+def test_hooks_that_xla_cannot_compile_are_refused(
+    tmp_path: Path, command: engine.Command, case: str, devices: int
+) -> None:
+    code, words = COMPILED_HOOKS[case]
+    source = "\n" * devices + small.CALLBACKS + EVALUATION + code + "\n"
+    (tmp_path / "callbacks.py").write_text(source)
+    outcome = command("train", *WITH, f"--virtual-devices={devices}", "--jit-compile")
+    assert_refused(outcome, *engine.locate(source), *words)
+
+
 def test_the_program_trains(tmp_path: Path, command: engine.Command) -> None:
     """Otherwise the tests above would test nothing."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + EVALUATION)
@@ -177,7 +210,6 @@ def test_the_program_trains(tmp_path: Path, command: engine.Command) -> None:
 
 SETTINGS = {
     "micro-batches": (("--accumulate-steps=2",), ("accumulate_steps", "one after another")),
-    "XLA": (("--jit-compile",), ("jit_compile", "leave it out")),
     "processes": (("--workers=2",), ("workers", "one process")),
     "a cluster": (("--strategy=multi_worker",), ("multi_worker", "one process")),
     "more replicas than rows": (("--logical-replicas=17",), ("17", "batch of 16", "at most")),

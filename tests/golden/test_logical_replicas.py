@@ -13,6 +13,7 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.numerics.not_finite import INITIAL_SCALE
 from tests.golden import compare, engine, small
+from tests.golden.catalogue import NAMES, SETTINGS, load_program
 
 LOGICAL_REPLICAS = 6
 layers = keras.layers
@@ -81,8 +82,12 @@ def train(hooks: SimpleNamespace, runs: Path, name: str, **settings: Any) -> ctl
     )
 
 
-def assert_equal(state: ctl_core.State, expected: ctl_core.State) -> None:
-    """Compares bits: all that is saved of the last step, and all values of metrics.jsonl."""
+def assert_equal(state: ctl_core.State, expected: ctl_core.State, more_than: int = 5) -> None:
+    """Compares bits: all that is saved of the last step, and all values of metrics.jsonl.
+
+    Args:
+        more_than: the checkpoint has more tensors than this
+    """
     assert list_values(state) == list_values(expected)
     compared = 0
     for subfolder in ("", "engine"):
@@ -92,7 +97,7 @@ def assert_equal(state: ctl_core.State, expected: ctl_core.State) -> None:
         compared += len(saved)
         for key, value in others.items():
             assert saved[key].tobytes() == value.tobytes(), key
-    assert compared > 5
+    assert compared > more_than
 
 
 def list_values(state: ctl_core.State) -> list[dict[str, Any]]:
@@ -378,6 +383,11 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "train_metrics": (TRAIN_METRICS, {}),
     "float16": ({"create_loss": lambda: large_error}, {"precision": "float16"}),
     "embedding": ({**EMBEDDING, "update_pre": clip_sparse}, {}),
+    "compiled": ({}, {"jit_compile": True}),
+    "compiled, in turns": (
+        {**OBJECTIVES, **EMBEDDING, **TRAIN_METRICS, "turns": ["first", "second"]},
+        {"jit_compile": True},
+    ),
     "all": (
         {
             **EMBEDDING,
@@ -422,6 +432,39 @@ def test_features_end_with_the_same_bits_killed_and_on_other_devices(
     loss_scale = expected.components.loss_scale
     if loss_scale is not None:
         assert loss_scale.value.numpy() < INITIAL_SCALE, "no update was skipped"
+
+
+# The programs of ``tests/golden/programs`` that exchange values between replicas, and the lines
+# that they get.
+NEEDS_ALL = (
+    "needs all replicas at the same moment, but a device computes logical replicas one after"
+)
+REFUSED = {
+    "batch_norm": r"create_model \(basics.py:30\): BatchNormalization .* is synchronized, which",
+    "codebook": rf"create_model \(codebook.py:30\): all_reduce {NEEDS_ALL}",
+    "experts": rf"create_model \(experts.py:44\): all_reduce {NEEDS_ALL}",
+    "simclr": rf"loss_pre \(simclr.py:45\): all_gather {NEEDS_ALL}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_have_the_weights_of_their_plain_loops_and_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
+    """On one device and on three. Some are refused, on any number of devices."""
+    program = load_program(name)
+    leaves = 4 if name == "two_by_two" else 5  # whose elements have two examples each
+    settings = {**SETTINGS, **program.settings, "logical_replicas": leaves, "seed": 0}
+    if name in REFUSED:
+        for devices in (1, 3):
+            with pytest.raises(ctl_core.SetupError, match=REFUSED[name]):
+                train(program.hooks(), tmp_path, "run", virtual_devices=devices, **settings)
+        return
+    expected = train(program.hooks(), tmp_path, "one", **settings)
+    state = train(program.hooks(), tmp_path, "three", virtual_devices=3, **settings)
+    assert_equal(state, expected, more_than=3)
+    program.assert_plain(program.weights(state), state.metrics)
 
 
 @pytest.mark.slow
