@@ -55,7 +55,7 @@ def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:
 
 
 def refuse_states(hook: Hook, metrics: Mapping[str, keras.Metric]) -> None:
-    """Resets metrics, and refuses those whose state does not start at 0, and so is no sum.
+    """Resets metrics, and refuses those whose state is no sum, or does not start at 0.
 
     Args:
         hook: the hook that returned the metrics
@@ -65,6 +65,13 @@ def refuse_states(hook: Hook, metrics: Mapping[str, keras.Metric]) -> None:
         SetupError: such a metric exists; the message names it.
     """
     for name, metric in metrics.items():
+        for variable in metric.variables:
+            dtype = tf.as_dtype(variable.dtype)
+            if dtype.is_bool or dtype == tf.string:
+                raise hook.reject(
+                    f"the state of the metric '{name}' is of dtype {dtype.name}, which logical "
+                    "replicas cannot add up; leave out the metric or logical_replicas."
+                )
         metric.reset_state()
         if any(np.any(np.asarray(variable) != 0) for variable in metric.variables):
             raise hook.reject(

@@ -134,6 +134,13 @@ class Best(keras.metrics.MeanAbsoluteError):
         self.total.assign(100.0)
 def create_metrics():  # here
     return {"error": Best()}
+== the state of a metric is no number -> create_metrics | 'error' | bool | add up
+class Seen(keras.metrics.MeanAbsoluteError):
+    def __init__(self):
+        super().__init__()
+        self.seen = self.add_weight(shape=(), dtype="bool", initializer="zeros")
+def create_metrics():  # here
+    return {"error": Seen()}
 == the state of a metric of training does not -> create_train_metrics | 'best' | start at 0
 class Best(keras.metrics.Mean):
     def reset_state(self):
