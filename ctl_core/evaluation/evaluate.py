@@ -81,11 +81,12 @@ class Evaluation:
         for evaluation_set in self.sets.values():
             evaluation_set.exchanges = False
             evaluation_set.written = []
+            is_logical = self._components.shape.logical_replicas is not None
+            if is_logical:
+                refuse_states(self._components.hooks.create_metrics, evaluation_set.metrics)
             graph = self._trace_set(evaluation_set)
             # Only a trace tells what else logical replicas write, each of which starts alike.
-            if self._components.shape.logical_replicas is not None:
-                hook = self._components.hooks.create_metrics
-                refuse_states(hook, evaluation_set.metrics)
+            if is_logical:
                 generators = set(map(id, self._components.generators.variables))
                 written = self._list_written(graph)
                 evaluation_set.written = [v for v in written if id(v) not in generators]

@@ -553,6 +553,8 @@ def fix_shape(gradient: Gradient, variable: Variable) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.ensure_shape(gradient.values, [None, *variable.shape[1:]])
         return fix_sparse_shape(tf.IndexedSlices(values, gradient.indices), variable)
+    if gradient.shape.is_fully_defined():
+        return gradient
     return tf.ensure_shape(gradient, variable.shape)
 
 
