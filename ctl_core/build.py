@@ -52,7 +52,7 @@ from ctl_core.model.forward import (
     forward_backward,
     run_model,
 )
-from ctl_core.model.logical_limits import refuse_components, refuse_hooks, refuse_layers
+from ctl_core.model.logical_limits import refuse_hooks, refuse_layers, refuse_states
 from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
 from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.model.state import State
@@ -147,7 +147,7 @@ class _Builder:
         data = self._create_input()
         shape = data.shape
         if config.logical_replicas is not None:
-            refuse_hooks(self.hooks, has_reader=data.reader is not None)
+            refuse_hooks(self.hooks)
         # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
@@ -205,7 +205,7 @@ class _Builder:
                 update_average=average.update if average else None,
             )
             if config.logical_replicas is not None:
-                refuse_components(self.hooks, optimizer, traced.logged, precisions)
+                refuse_states(self.hooks.create_train_metrics, components.list_logged_metrics())
             self._trace_update(components)
             with recording.record_as("create_metrics"):
                 evaluation = create_evaluation(components, config, recording)

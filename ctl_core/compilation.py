@@ -89,7 +89,6 @@ def find_setting_against(state: State) -> str | None:
     reasons = {
         "deterministic is set": config.deterministic,
         "detect_anomaly is set": config.detect_anomaly,
-        "logical_replicas is set": config.logical_replicas is not None,
         "layers compute in float16": "float16" in state.computed_in,
     }
     return next((reason for reason, is_given in reasons.items() if is_given), None)
@@ -105,6 +104,8 @@ def _find_reason_against_new(state: State) -> str | None:
     if reason is not None:
         return reason
     shape = state.components.shape
+    if shape.logical_replicas is not None:
+        return "logical_replicas is set"
     if shape.replicas > 1:
         return "it trains on several replicas"
     return find_varying_shape(shape, state.data.dataset.element_spec)

@@ -23,6 +23,8 @@ _INPUT = "Placeholder"
 # The beginning of each error message of lowering, and the name of the op that it is about.
 _LOWERING_FAILED = "ValueError: Failed getting HLO text: '"
 _NODE = re.compile(r"\{\{node ([^{}]+)\}\}")
+# The types of ops that XLA refuses with deterministic ops, even on a CPU.
+_NOT_DETERMINISTIC = frozenset({"MaxPoolGrad", "MaxPool3DGrad"})
 _CUDNN_CURE = "; create its layer with use_cudnn=False, and it can"
 
 
@@ -88,6 +90,18 @@ def find_uncompilable_op(graph: tf.Graph) -> tf.Operation | None:
     for op in add_called_ops(graph.get_operations()):
         if op.type != _INPUT and op.type not in list_gpu_ops():
             return op
+    return None
+
+
+def find_obstacle_to_determinism(graph: tf.Graph, hooks: Hooks) -> str | None:
+    """Returns why XLA cannot compile a graph with deterministic ops; None if no op prevents it."""
+    op = find_uncompilable_op(graph)
+    if op is not None:
+        return describe_op(op, hooks)
+    for op in add_called_ops(graph.get_operations()):
+        if op.type in _NOT_DETERMINISTIC:
+            # Its line is one of Keras, but its name contains that of the layer.
+            return f"{op.name} cannot be compiled into a deterministic op"
     return None
 
 

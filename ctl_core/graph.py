@@ -45,6 +45,8 @@ _LOSS = frozenset({"loss"})
 
 def find_compilation(components: Components, data: Input) -> Compilation:
     """Returns how a step is compiled if it is: as a whole on one replica, with fixed shapes."""
+    if components.shape.logical_replicas is not None:
+        return Compilation.REPLICA
     has_fixed_shapes = find_varying_shape(components.shape, data.dataset.element_spec) is None
     if components.shape.replicas == 1 and has_fixed_shapes:
         return Compilation.STEP

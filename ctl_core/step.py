@@ -9,24 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from ctl_core import compat
 from ctl_core.cluster.replica_contexts import enter_logical_replica
-from ctl_core.executable import forbid_uncompilable
+from ctl_core.executable import find_obstacle_to_determinism, forbid_uncompilable
 from ctl_core.input.batches import Share
 from ctl_core.model.components import SINGLE_OBJECTIVE, Compilation, StepContext
-from ctl_core.model.forward import forward_backward, read_written, settle_written
+from ctl_core.model.forward import ForwardBackward, forward_backward, read_written, settle_written
 from ctl_core.model.logical_replicas import BETWEEN_STEPS, UPDATE, LogicalReplicas
 from ctl_core.model.replicas import Replicas
 from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import FiniteFlags
 from ctl_core.numerics.reduction import PIECES, Contribution
+from ctl_core.run.errors import SetupError
 from ctl_core.types import (
     Count,
     GradientsByObjective,
+    GraphFunction,
     PerReplica,
     Structure,
     UserObject,
@@ -39,13 +41,14 @@ from ctl_core.update import (
     make_compiled_update,
     make_update,
     note_flags,
+    refuse_random_ops,
+    unscale_sums,
 )
 
 _OPTIMIZER_IN_MICRO_BATCH = (
     "grad_pre: applies an optimizer by itself, with accumulate_steps in each micro-batch; return "
     "dicts by objective from create_opt and grad_pre, or leave out accumulate_steps."
 )
-ForwardBackward: TypeAlias = Callable[[Share], tuple[Contribution, VariablesByObjective]]
 
 
 class GlobalBatch(NamedTuple):
@@ -138,6 +141,10 @@ def merge_turns(results: list[StepResult]) -> StepResult:
         display_gradients=merge("display_gradients"),
         variables=merge("variables"),
         flags=[flags for result in results for flags in result.flags],
+        are_equal=[
+            tf.reduce_all(flags)
+            for flags in zip(*(result.are_equal for result in results), strict=True)
+        ],
     )
 
 
@@ -182,18 +189,25 @@ def update_logical_replicas(
         global_batch: the global batch
         kept: which of ``output`` and ``batch`` are needed afterwards
     """
-    assert isinstance(global_batch.examples, int)
+    examples = global_batch.examples
+    function: ForwardBackward = partial(forward_backward, context, examples, kept)
+    if context.compilation is Compilation.REPLICA:
+        function = partial(_run_compiled_leaf, context, function)
     computation = LogicalReplicas(context, replicas.run)
-    contribution, summed, variables = computation.compute(
-        global_batch.deal(0), global_batch.examples, kept
-    )
+    contribution, total, variables = computation.compute(global_batch.deal(0), examples, function)
+    graph = tf.compat.v1.get_default_graph()
+    operations_before = len(graph.get_operations())
+    summed = replicas.run(partial(unscale_sums, context), total)
     updates = replicas.run(
-        partial(_call_update_pre_alike, context, computation, global_batch.examples, variables),
+        partial(_call_update_pre_alike, context, computation, examples, variables),
         contribution,
         summed,
     )
     flags = replicas.run(partial(note_flags, context), contribution, summed)
     apply_updates(context, replicas, variables, summed, updates)
+    if context.compilation is Compilation.REPLICA:
+        new_operations = graph.get_operations()[operations_before:]
+        refuse_random_ops(context, new_operations, "that of logical replicas never is")
     replicas.run(partial(computation.states.assign, BETWEEN_STEPS))
     return StepResult(
         loss=summed.loss,
@@ -279,6 +293,13 @@ def _run_compiled(
     for each replica and each graph, because a cached trace would hold another replica's variables.
     """
     variables: VariablesByObjective = {}
+    compiled = _define_compiled(function, variables)
+    with forbid_uncompilable():
+        return compiled(share), variables
+
+
+def _define_compiled(function: ForwardBackward, variables: VariablesByObjective) -> GraphFunction:
+    """Defines the function that XLA compiles, which adds to ``variables`` when it is traced."""
 
     @tf.function(jit_compile=True, autograph=False)
     def compiled(share: Share) -> Contribution:
@@ -286,7 +307,24 @@ def _run_compiled(
         variables.update(traced_variables)
         return contribution
 
+    return compiled
+
+
+def _run_compiled_leaf(
+    context: StepContext, function: ForwardBackward, share: Share
+) -> tuple[Contribution, VariablesByObjective]:
+    """Runs the forward and backward pass of one logical replica in an XLA executable.
+
+    Raises:
+        SetupError: XLA cannot compile it; the message names the op and its line.
+    """
+    variables: VariablesByObjective = {}
+    compiled = _define_compiled(function, variables)
     with forbid_uncompilable():
+        graph = compiled.get_concrete_function(share).graph
+        obstacle = find_obstacle_to_determinism(graph, context.hooks)
+        if obstacle is not None:
+            raise SetupError(f"jit_compile: {obstacle}; train with --no-jit-compile.")
         return compiled(share), variables
 
 

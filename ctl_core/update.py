@@ -7,7 +7,7 @@ everything runs while a graph is traced.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -76,9 +76,20 @@ def finish_sums(context: StepContext, is_executable: bool, total: Contribution) 
         is_executable: whether XLA compiles what is traced
         total: returned by ``sum_contributions``
     """
-    components = context.components
     gradients = reduction.merge_rows(total.gradients, is_executable)
+    return unscale_sums(context, total._replace(gradients=gradients))
+
+
+def unscale_sums(context: StepContext, total: Contribution) -> Contribution:
+    """Divides the sums by the loss scale and by the weight of the batch, on one replica.
+
+    Args:
+        context: of the step
+        total: the sums over all replicas, in which a sparse gradient has each index once
+    """
+    components = context.components
     loss = total.loss
+    gradients = total.gradients
     if components.loss_scale is not None:
         gradients = reduction.multiply(gradients, 1.0 / components.loss_scale.value)
     if total.weight:
@@ -150,14 +161,30 @@ def make_compiled_update(
     graph = tf.compat.v1.get_default_graph()
     operations_before = len(graph.get_operations())
     result = make_update(context, replicas, examples, variables, contribution, total)
-    for op in compat.add_called_ops(graph.get_operations()[operations_before:]):
+    refuse_random_ops(context, graph.get_operations()[operations_before:], obstacle)
+    return result
+
+
+def refuse_random_ops(
+    context: StepContext, operations: Iterable[tf.Operation], obstacle: str
+) -> None:
+    """Refuses an update that is not compiled, if it draws random numbers.
+
+    Args:
+        context: of the step
+        operations: the ops of the update
+        obstacle: why the update is not compiled
+
+    Raises:
+        SetupError: an op draws random numbers; the message names its line.
+    """
+    for op in compat.add_called_ops(operations):
         if draws_random_numbers(op):
             raise SetupError(
                 f"{find_line(op, context.hooks) or 'the update'}: draws random numbers, which "
                 "would differ from those that XLA draws before the sum over the replicas, and the "
                 f"update cannot be compiled; train with --no-jit-compile. ({obstacle})"
             )
-    return result
 
 
 def _run_compiled_update(

@@ -19,6 +19,7 @@ from ctl_core.evaluation.step import define_run_steps
 from ctl_core.hooks.recording import Recording, read_flags
 from ctl_core.model.components import Components
 from ctl_core.model.copies import ReplicaCopies
+from ctl_core.model.logical_limits import refuse_states
 from ctl_core.model.metrics import read_results
 from ctl_core.numerics.variables import unwrap
 from ctl_core.run.settings import Config
@@ -80,10 +81,12 @@ class Evaluation:
         for evaluation_set in self.sets.values():
             evaluation_set.exchanges = False
             evaluation_set.written = []
+            is_logical = self._components.shape.logical_replicas is not None
+            if is_logical:
+                refuse_states(self._components.hooks.create_metrics, evaluation_set.metrics)
             graph = self._trace_set(evaluation_set)
             # Only a trace tells what else logical replicas write, each of which starts alike.
-            if self._components.shape.logical_replicas is not None:
-                self._refuse_states(evaluation_set)
+            if is_logical:
                 generators = set(map(id, self._components.generators.variables))
                 written = self._list_written(graph)
                 evaluation_set.written = [v for v in written if id(v) not in generators]
@@ -121,20 +124,6 @@ class Evaluation:
         passing = {id(variable) for variable in self.list_passing_variables()}
         written = self._recording.find_written(graph, self._components.strategy)
         return [variable for variable in written if id(variable) not in passing]
-
-    def _refuse_states(self, evaluation_set: EvaluationSet) -> None:
-        """Refuses metrics whose state does not start at 0, and so is no sum.
-
-        Raises:
-            SetupError: there is one; the message names it.
-        """
-        for name, metric in evaluation_set.metrics.items():
-            metric.reset_state()
-            if any(np.any(np.asarray(variable) != 0) for variable in metric.variables):
-                raise self._components.hooks.create_metrics.reject(
-                    f"the state of the metric '{name}' does not start at 0, so logical replicas "
-                    "cannot add it up; leave out the metric or logical_replicas."
-                )
 
     def _count_most_batches(self, evaluation_set: EvaluationSet) -> int:
         """Returns the most batches of a graph call.

@@ -100,9 +100,25 @@ def find_start(share: Count, examples: Count, shares: int) -> tf.Tensor:
     return share * (examples // shares) + tf.minimum(share, examples % shares)
 
 
-def find_fixed_start(share: int, examples: int, shares: int) -> int:
-    """Returns the same as ``find_start``, for fixed numbers."""
-    return share * (examples // shares) + min(share, examples % shares)
+def find_rows(device_shares: range, examples: Count, shares: int) -> tuple[Count, Count]:
+    """Returns the first row of the shares of a device, and their number of rows.
+
+    If the number of examples varies, a device without rows gets the last one as a placeholder.
+
+    Args:
+        device_shares: the indices of the shares
+        examples: the number of examples, an int if it is fixed, otherwise an int32 tensor
+        shares: the number of all shares
+    """
+    if isinstance(examples, int):
+        first, end = (
+            share * (examples // shares) + min(share, examples % shares)
+            for share in (device_shares.start, device_shares.stop)
+        )
+        return first, end - first
+    first = tf.minimum(find_start(device_shares.start, examples, shares), examples - 1)
+    end = tf.maximum(find_start(device_shares.stop, examples, shares), first + 1)
+    return first, end - first
 
 
 def take_share(

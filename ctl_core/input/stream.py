@@ -22,7 +22,7 @@ from ctl_core.input.batches import (
     count_rows,
     distribute_shares,
     find_first_replica,
-    find_fixed_start,
+    find_rows,
     take_batch_rows,
 )
 from ctl_core.input.data_hooks import DataHooks, HookedData
@@ -135,25 +135,24 @@ class Input:
 
         def deal(micro_batch: Count) -> Share:
             if self.shape.logical_replicas is not None:
-                return self._deal_to_logical_replicas(batch)
+                return self._deal_to_logical_replicas(batch, examples)
             shares = self._sharing.take_shares(batch, examples, micro_batch, replicas, self._read)
             return distribute_shares(self._strategy, shares)
 
         return deal, examples
 
-    def _deal_to_logical_replicas(self, batch: Batch) -> Share:
+    def _deal_to_logical_replicas(self, batch: Batch, examples: Count) -> Share:
         """Returns for each device the rows, or the packed elements, of its logical replicas."""
         leaves = self.shape.shares
         rows = leaves
         if self.shape.by_rows:
-            rows = self.shape.batch
+            rows = examples
         first_device = find_first_replica(self._strategy)
         end_device = first_device + count_local_replicas(self._strategy)
         shares = []
         for device_leaves in split_leaves(leaves, self.shape.replicas)[first_device:end_device]:
-            first = find_fixed_start(device_leaves.start, rows, leaves)
-            end = find_fixed_start(device_leaves.stop, rows, leaves)
-            shares.append(Share(take_batch_rows(batch, first, end - first)))
+            first, size = find_rows(device_leaves, rows, leaves)
+            shares.append(Share(take_batch_rows(batch, first, size)))
         return distribute_shares(self._strategy, shares)
 
     def _read(self) -> Batch:

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -268,6 +268,10 @@ def call_grad_pre(
     if turn_objective not in returned:
         raise hook.reject(f"returned {list(returned)} in the turn of '{turn_objective}'.")
     return {turn_objective: Objective(*returned[turn_objective])}
+
+
+# Differentiates the objectives of one replica, see ``forward_backward``.
+ForwardBackward: TypeAlias = Callable[[Share], tuple[Contribution, VariablesByObjective]]
 
 
 def forward_backward(

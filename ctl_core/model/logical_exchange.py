@@ -35,6 +35,39 @@ def gather(value: tf.Tensor) -> tf.Tensor:
     return decode_sum(tf.ensure_shape(gathered, [None, *encoded.shape]), value.dtype)
 
 
+def gather_sparse(gradients: Sequence[tf.IndexedSlices]) -> list[list[tf.IndexedSlices]]:
+    """Returns the sparse gradients of all devices: for each device, as many as each one has.
+
+    Args:
+        gradients: gradients of one variable, each with its own number of rows
+    """
+    values = gather_rows([gradient.values for gradient in gradients])
+    indices = gather_rows([gradient.indices for gradient in gradients])
+    shape = gradients[0].dense_shape
+    return [
+        [tf.IndexedSlices(*rows, shape) for rows in zip(*of_device, strict=True)]
+        for of_device in zip(values, indices, strict=True)
+    ]
+
+
+def gather_rows(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+    """Returns the tensors of all devices: for each device, as many as each one has.
+
+    Args:
+        tensors: tensors that differ only in their number of rows
+    """
+    rows = gather(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))  # [devices, tensors]
+    most = tf.reduce_max(rows)
+    no_padding = [[0, 0]] * (tensors[0].shape.rank - 1)
+    padded = [tf.pad(tensor, [[0, most - tf.shape(tensor)[0]], *no_padding]) for tensor in tensors]
+    gathered = gather(tf.stack(padded))  # [devices, tensors, most, ...]
+    devices = tf.distribute.get_strategy().num_replicas_in_sync
+    return [
+        [gathered[device, index, : rows[device, index]] for index in range(len(tensors))]
+        for device in range(devices)
+    ]
+
+
 def gather_texts(texts: tf.Tensor) -> tf.Tensor:
     """Returns the texts of all devices, which are exchanged as the numbers of their characters.
 

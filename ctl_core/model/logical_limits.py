@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.replica_contexts import NO_EXCHANGE
 from ctl_core.compat import add_called_ops
-from ctl_core.hooks.hooks import Hooks
-from ctl_core.hooks.optimizer_groups import OptimizerGroups
+from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.model.loss_calls import refuse_calls_of_collectives
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.numerics.reduction import PIECES
 from ctl_core.run.errors import SetupError, read_frames
-from ctl_core.types import UserObject
 
 _CURE = "leave out logical_replicas"
 
 
-def refuse_hooks(hooks: Hooks, has_reader: bool) -> None:
+def refuse_hooks(hooks: Hooks) -> None:
     """Refuses hooks that cannot be combined with logical replicas.
-
-    Args:
-        hooks: the hooks of the run
-        has_reader: whether ``create_dataset`` returned a reader in Python
 
     Raises:
         SetupError: such a hook exists; the message names it and the reason.
     """
-    if hooks.turns:
-        raise SetupError(f"turns: {_CURE}, which does not support objectives in turns yet.")
-    if has_reader:
-        raise hooks.create_dataset.reject(f"{_CURE}, which does not support readers yet.")
-    if hooks.batch_weight is not None:
-        raise hooks.batch_weight.reject(f"{_CURE}, which does not support this hook yet.")
-    if not hooks.create_train_metrics.is_default:
-        raise hooks.create_train_metrics.reject(f"{_CURE}, which does not support this hook yet.")
     pieces = [name for name in PIECES if name in hooks.update_pre.arguments]
     if pieces:
         raise hooks.update_pre.reject(
@@ -67,30 +54,30 @@ def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:
             )
 
 
-def refuse_components(
-    hooks: Hooks, optimizer: UserObject, logged: Collection[str], precisions: Collection[str]
-) -> None:
-    """Refuses other results of hooks that cannot be combined with logical replicas.
+def refuse_states(hook: Hook, metrics: Mapping[str, keras.Metric]) -> None:
+    """Resets metrics, and refuses those whose state is no sum, or does not start at 0.
 
     Args:
-        hooks: the hooks of the run
-        optimizer: the result of ``create_opt``
-        logged: the names of the logged parts of the loss
-        precisions: the dtypes below float32 in which layers compute
+        hook: the hook that returned the metrics
+        metrics: the metrics by name
 
     Raises:
-        SetupError: such a result exists; the message names it and the reason.
+        SetupError: such a metric exists; the message names it.
     """
-    if isinstance(optimizer, dict | OptimizerGroups):
-        raise hooks.create_opt.reject(f"{_CURE}, which does not support several optimizers yet.")
-    if logged:
-        raise hooks.grad_pre.reject(
-            f"{_CURE}, which does not support logged parts of the loss yet ({', '.join(logged)})."
-        )
-    if "float16" in precisions:
-        raise hooks.create_model.reject(
-            f"has layers in float16; {_CURE}, which does not support their loss scale yet."
-        )
+    for name, metric in metrics.items():
+        for variable in metric.variables:
+            dtype = tf.as_dtype(variable.dtype)
+            if dtype.is_bool or dtype == tf.string:
+                raise hook.reject(
+                    f"the state of the metric '{name}' is of dtype {dtype.name}, which logical "
+                    "replicas cannot add up; leave out the metric or logical_replicas."
+                )
+        metric.reset_state()
+        if any(np.any(np.asarray(variable) != 0) for variable in metric.variables):
+            raise hook.reject(
+                f"the state of the metric '{name}' does not start at 0, so logical replicas "
+                "cannot add it up; leave out the metric or logical_replicas."
+            )
 
 
 def refuse_ops(hooks: Hooks, graph: tf.Graph) -> None:

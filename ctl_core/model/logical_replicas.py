@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -26,28 +26,30 @@ from ctl_core.cluster.collectives import distribute, has_peers
 from ctl_core.cluster.replica_contexts import enter_logical_replica
 from ctl_core.input.batches import (
     Share,
-    find_fixed_start,
+    find_rows,
     find_start,
+    keep_rows_if,
     take_batch_rows,
     take_rows,
     unpack_element,
 )
 from ctl_core.model.components import Components, StepContext
-from ctl_core.model.forward import forward_backward
-from ctl_core.model.logical_exchange import gather, gather_pieces, get_device_number
+from ctl_core.model.forward import ForwardBackward, fix_sparse_shape, keep_if
+from ctl_core.model.logical_exchange import gather, gather_pieces, gather_sparse, get_device_number
 from ctl_core.numerics.packing import BUCKET_BYTES, Packing
 from ctl_core.numerics.randomness import derive_generator_states
-from ctl_core.numerics.reduction import Contribution, encode_for_sum
+from ctl_core.numerics.reduction import Contribution, encode_for_sum, join, merge_rows
 from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
-from ctl_core.numerics.variables import name_variable
-from ctl_core.run.errors import SetupError
+from ctl_core.numerics.variables import name_variable, unwrap
 from ctl_core.types import (
     AnyTensor,
     Batch,
     Count,
+    Gradient,
     GradientsByObjective,
     PerReplica,
     Structure,
+    Variable,
     VariablesByObjective,
 )
 
@@ -59,13 +61,22 @@ UPDATE = -1
 BETWEEN_STEPS = -2
 
 Run = Callable[..., PerReplica]
-# The sums of a subtree, packed into buckets.
-Buckets = list[tf.Tensor]
+# The sums of a subtree, packed into buckets. A bucket is a vector of dense sums, or the sum of a
+# sparse gradient, in which each index occurs once.
+Bucket: TypeAlias = Gradient
+Buckets: TypeAlias = list[Bucket]
 
 _NOT_INLINED = {"_noinline": True}
 
 
-def _add(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+def _add(left: Bucket, right: Bucket) -> Bucket:
+    """Adds two buckets.
+
+    The sum of two sparse gradients has the indices of both, in an order that depends only on the
+    two. It has the same values as the sum of the dense gradients.
+    """
+    if isinstance(left, tf.IndexedSlices):
+        return merge_rows(join(left, right), compiled=False)
     return left + right
 
 
@@ -82,12 +93,13 @@ class LeafResult(NamedTuple):
     """The results of one logical replica.
 
     Attributes:
-        summed: the tensors that are added up over all logical replicas
+        summed: the tensors that are added up over all logical replicas; a sparse gradient has each
+            index once
         compared: the values that have to be equal on all logical replicas
         pieces: the tensors, dense or not, of this logical replica that host hooks are passed
     """
 
-    summed: list[tf.Tensor]
+    summed: list[Gradient]
     compared: list[tf.Tensor]
     pieces: list[AnyTensor]
 
@@ -116,11 +128,13 @@ class LeafSum:
     """Computes the logical replicas, which are the leaves of the tree, and adds them up.
 
     Attributes:
-        packing: how the summed tensors are packed; set when the first device is traced
+        packing: how the dense ones among the summed tensors are packed; set when the first device
+            is traced
     """
 
     def __init__(self, leaves: int, devices: int) -> None:
         self.packing: Packing | None = None
+        self._are_sparse: list[bool] = []
         self._leaves = leaves
         self._ranges = split_leaves(leaves, devices)
         self._most_roots = max(len(list_roots(leaves, leaves_)) for leaves_ in self._ranges)
@@ -147,12 +161,9 @@ class LeafSum:
             input_signature=[tf.TensorSpec([], tf.int32)],
             experimental_attributes=_NOT_INLINED,
         )
-        def compute_leaf(index: tf.Tensor) -> tuple[Buckets, list[tf.Tensor], list[AnyTensor]]:
+        def compute_leaf(index: tf.Tensor) -> LeafResult:
             result = compute(index)
-            if self.packing is None:
-                specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in result.summed]
-                self.packing = Packing(specs, BUCKET_BYTES)
-            return self.packing.pack(result.summed), result.compared, result.pieces
+            return result._replace(summed=self._pack(result.summed))
 
         walk = DeviceWalk(compute_leaf.get_concrete_function())
         roots = [
@@ -161,7 +172,7 @@ class LeafSum:
         ]
         # All replicas of a strategy have to return the same structure.
         while len(roots) < self._most_roots:
-            roots.append([tf.zeros([0], bucket.dtype) for bucket in roots[0]])
+            roots.append([make_empty(bucket) for bucket in roots[0]])
         pieces = [[make_vector(piece) for piece in leaf_pieces] for leaf_pieces in walk.pieces]
         while len(pieces) < max(map(len, self._ranges)):
             pieces.append([take_rows(piece, 0, 0) for piece in pieces[0]])
@@ -171,6 +182,16 @@ class LeafSum:
             [are_all_equal(values) for values in zip(*walk.compared, strict=True)],
             pieces,
         )
+
+    def _pack(self, summed: list[Gradient]) -> Buckets:
+        """Packs the dense tensors of a logical replica; each sparse one is a bucket by itself."""
+        dense = [tensor for tensor in summed if not isinstance(tensor, tf.IndexedSlices)]
+        sparse = [tensor for tensor in summed if isinstance(tensor, tf.IndexedSlices)]
+        if self.packing is None:
+            specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in dense]
+            self.packing = Packing(specs, BUCKET_BYTES)
+            self._are_sparse = [isinstance(tensor, tf.IndexedSlices) for tensor in summed]
+        return [*self.packing.pack(dense), *sparse]
 
     def finish(
         self, strategy: tf.distribute.Strategy, run: Run, roots: list[list[PerReplica]]
@@ -225,29 +246,35 @@ class LeafSum:
                 released[subtree] = value
         return released
 
-    def _finish_on_each_device(self, roots: list[Buckets]) -> list[tf.Tensor]:
+    def _finish_on_each_device(self, roots: list[Buckets]) -> list[Gradient]:
         """Adds up the roots of all processes on one device, and returns the sums.
 
         Args:
             roots: the roots of this device, see ``DeviceResult``
         """
         assert self.packing is not None
-        totals: list[tf.Tensor] = []
+        totals: Buckets = []
         for number, bucket in enumerate(self.packing.buckets):
             with tf.control_dependencies(totals[-1:]):
                 joined = tf.concat([root[number] for root in roots], 0)
             missing = self._most_roots * bucket.size - joined.shape[0]
             padded = tf.pad(joined, [[0, missing]])
             gathered = tf.reshape(gather(padded), [-1, self._most_roots, bucket.size])
-            known = {
-                subtree: gathered[device, index]
-                for device, device_leaves in enumerate(self._ranges)
-                for index, subtree in enumerate(list_roots(self._leaves, device_leaves))
-            }
-            totals.append(add_up(Subtree(0, self._leaves), known.get, hidden_add))
+            totals.append(self._add_up_roots(gathered))
+        for number in range(len(self.packing.buckets), len(roots[0])):
+            totals.append(self._add_up_roots(gather_sparse([root[number] for root in roots])))
         return self._unpack_on_device(totals)
 
-    def _unpack_on_device(self, packed: Buckets) -> list[tf.Tensor]:
+    def _add_up_roots(self, gathered: Sequence[Sequence[Bucket]] | tf.Tensor) -> Bucket:
+        """Returns the sum of a bucket, of which each device has the roots in their order."""
+        known = {
+            subtree: gathered[device][index]
+            for device, device_leaves in enumerate(self._ranges)
+            for index, subtree in enumerate(list_roots(self._leaves, device_leaves))
+        }
+        return add_up(Subtree(0, self._leaves), known.get, hidden_add)
+
+    def _unpack_on_device(self, packed: Buckets) -> list[Gradient]:
         """Unpacks the sums on one device.
 
         Each device first passes a sum through an identity function that is placed on this device
@@ -262,7 +289,11 @@ class LeafSum:
         generators, numbers of steps, and flags.
         """
         assert self.packing is not None
-        return self.packing.unpack([hidden_identity(bucket) for bucket in packed])
+        received = [hidden_identity(bucket) for bucket in packed]
+        dense_buckets = len(self.packing.buckets)
+        dense = iter(self.packing.unpack(received[:dense_buckets]))
+        sparse = iter(received[dense_buckets:])
+        return [next(sparse if is_sparse else dense) for is_sparse in self._are_sparse]
 
 
 class DeviceWalk:
@@ -290,11 +321,11 @@ class DeviceWalk:
         # If the index were a constant, TensorFlow could simplify each call differently.
         index = tf.compat.v1.placeholder_with_default(subtree.start, [])
         with tf.control_dependencies(self._last):
-            buckets, compared, pieces = self._function(index)
-        self.compared.append(compared)
-        self.pieces.append(pieces)
-        self._last = buckets
-        return buckets  # type: ignore[no-any-return]
+            result: LeafResult = self._function(index)
+        self.compared.append(result.compared)
+        self.pieces.append(result.pieces)
+        self._last = result.summed
+        return result.summed
 
     def add(self, left: Buckets, right: Buckets) -> Buckets:
         """Adds the sums of two subtrees."""
@@ -351,18 +382,23 @@ class LogicalReplicas:
         self.are_equal: list[tf.Tensor] = []
         self._sum = LeafSum(shape.shares, shape.replicas)
         self._variables: VariablesByObjective = {}
+        self._metric_variables: list[tf.Variable] = [
+            unwrap(variable)
+            for metric in self._components.list_logged_metrics().values()
+            for variable in metric.variables
+        ]
         self._structure: Structure = None
         self._piece_structure: Structure = None
 
     def compute(
-        self, share: Share, examples: int, kept: frozenset[str]
+        self, share: Share, examples: Count, forward_backward: ForwardBackward
     ) -> tuple[Contribution, Contribution, VariablesByObjective]:
         """Computes all logical replicas.
 
         Args:
             share: for each device, the rows of its logical replicas
             examples: the number of examples in the global batch
-            kept: which of ``output`` and ``batch`` are needed afterwards
+            forward_backward: computes the contribution of a logical replica
 
         Returns:
             Three values: the sums, with the outputs and batches of each device; the sums without
@@ -371,18 +407,19 @@ class LogicalReplicas:
         strategy = self._components.strategy
 
         def run_on_device(share: Share) -> tuple[DeviceResult, list[tf.Tensor]]:
-            return self._run_device(share.batch, examples, kept)
+            return self._run_device(share.batch, examples, forward_backward)
 
         result, before = self._run(run_on_device, share)
         totals = self._sum.finish(strategy, self._run, result.roots)
         differences = totals[len(totals) - len(before) :]
         summed = tf.nest.pack_sequence_as(self._structure, totals[: len(totals) - len(before)])
         self.are_equal = self._compare_devices(result)
-        self._run(self._assign_written, before, differences)
+        self._run(self._add_differences, before, differences)
         loss, gradients, weight = summed
         pieces = result.pieces
-        if kept and has_peers(strategy):
+        if has_peers(strategy) and pieces[0]:
             pieces = self._run(partial(gather_pieces, self._sum.ranges), pieces)
+        gradients = self._run(partial(settle_gradients, variables=self._variables), gradients)
         output: list[Structure] = []
         batch: list[Structure] = []
         for leaf_pieces in pieces:
@@ -393,20 +430,22 @@ class LogicalReplicas:
         return contribution, Contribution(loss, gradients, weight, [], []), self._variables
 
     def _run_device(
-        self, batch: Batch, examples: int, kept: frozenset[str]
+        self, batch: Batch, examples: Count, forward_backward: ForwardBackward
     ) -> tuple[DeviceResult, list[tf.Tensor]]:
         """Computes the logical replicas of one device.
 
         Returns:
-            The results; and for each variable whose changes are added up, its value before.
+            The results; and for each variable of ``_list_added``, its value before.
         """
         device = get_device_number()
         written = self._components.written
         before = [entry.variable.read_value() for entry in written]
+        metrics_before = [variable.read_value() for variable in self._metric_variables]
         shape = self._components.shape
         leaves = shape.shares
-        first_leaf = self._sum.get_leaves(device).start
-        first_row = find_fixed_start(first_leaf, examples, leaves)
+        device_leaves = self._sum.get_leaves(device)
+        first_leaf = device_leaves.start
+        first_row, _ = find_rows(device_leaves, examples, leaves)
 
         def compute(index: tf.Tensor) -> LeafResult:
             with (
@@ -417,26 +456,33 @@ class LogicalReplicas:
                 self.states.assign(index)
                 for entry, value in zip(written, before, strict=True):
                     entry.variable.assign(value)
+                for variable in self._metric_variables:
+                    variable.assign(tf.zeros_like(variable))
                 if shape.by_rows:
                     share = take_leaf(batch, examples, index, leaves, first_row)
                 else:
                     share = Share(unpack_element(batch[index - first_leaf], shape.element_spec))
-                contribution, variables = forward_backward(self._context, examples, kept, share)
-                gradients = check_gradients(contribution.gradients, variables)
+                contribution, variables = forward_backward(share)
+                gradients = merge_rows(contribution.gradients, compiled=False)
+                gradients = settle_gradients(gradients, variables)
                 contribution = contribution._replace(gradients=gradients)
                 self._variables = variables
                 return self._collect(contribution, share, before, examples)
 
         result = self._sum.compute(device, compute)
         pairs = zip(written, before, strict=True)
-        return result, [value for entry, value in pairs if not entry.is_shared]
+        added_before = [value for entry, value in pairs if not entry.is_shared]
+        return result, added_before + metrics_before
 
     def _collect(
-        self, contribution: Contribution, share: Share, before: list[tf.Tensor], examples: int
+        self, contribution: Contribution, share: Share, before: list[tf.Tensor], examples: Count
     ) -> LeafResult:
         """Returns the results of a logical replica after its forward and backward pass."""
         self._structure = (contribution.loss, contribution.gradients, contribution.weight)
-        self._piece_structure = (contribution.output, contribution.batch)
+        pieces = (contribution.output, contribution.batch)
+        if share.present is not None:
+            pieces = keep_rows_if(share.present, pieces)
+        self._piece_structure = pieces
         rows = share.rows
         if rows is None:
             rows = examples // self._components.shape.shares
@@ -451,18 +497,28 @@ class LogicalReplicas:
             difference = after - value
             if written.max_stretch is not None:  # a moving statistic, which becomes the mean
                 difference *= tf.cast(share_of_rows, difference.dtype)
-            differences.append(difference)
+            differences.append(keep_if(share.present, difference))
+        differences += [variable.read_value() for variable in self._metric_variables]
         return LeafResult(
             [*tf.nest.flatten(self._structure), *differences],
             compared,
             tf.nest.flatten(self._piece_structure),
         )
 
-    def _assign_written(self, before: list[tf.Tensor], differences: list[tf.Tensor]) -> None:
+    def _list_added(self) -> list[tf.Variable]:
+        """Returns the variables whose changes by all logical replicas are added up."""
+        written = self._components.written
+        return [
+            *(entry.variable for entry in written if not entry.is_shared),
+            *self._metric_variables,
+        ]
+
+    def _add_differences(self, before: list[tf.Tensor], differences: list[tf.Tensor]) -> None:
         """Adds the changes that all logical replicas made to variables, on one device."""
-        added = [written for written in self._components.written if not written.is_shared]
-        for written, value, difference in zip(added, before, differences, strict=True):
-            written.variable.assign(value + difference)
+        for variable, value, difference in zip(
+            self._list_added(), before, differences, strict=True
+        ):
+            variable.assign(value + difference)
 
     def _compare_devices(self, result: DeviceResult) -> list[tf.Tensor]:
         """Returns, for each compared variable, whether all logical replicas have the same value."""
@@ -499,8 +555,14 @@ def compare_between_processes(
     ]
 
 
-def take_leaf(batch: Batch, examples: int, index: tf.Tensor, leaves: int, first_row: int) -> Share:
+def take_leaf(
+    batch: Batch, examples: Count, index: tf.Tensor, leaves: int, first_row: Count
+) -> Share:
     """Takes the rows of a logical replica from the rows of its device.
+
+    If the number of examples varies, there may be fewer of them than logical replicas. A logical
+    replica without rows gets the last row of the global batch as a placeholder. It thus writes the
+    same values to variables as the last one with rows, and may be compared with it.
 
     Args:
         batch: the rows of the device
@@ -509,13 +571,17 @@ def take_leaf(batch: Batch, examples: int, index: tf.Tensor, leaves: int, first_
         leaves: the number of logical replicas
         first_row: the index of the first row of the device in the global batch
     """
-    if examples % leaves == 0:
+    if isinstance(examples, int) and examples % leaves == 0:
         size = examples // leaves
         return Share(take_batch_rows(batch, index * size - first_row, size))
     first = find_start(index, examples, leaves)
     rows = find_start(index + 1, examples, leaves) - first
-    taken = take_batch_rows(batch, first - first_row, rows)
-    return Share(taken, rows, None, tf.constant(examples))
+    together = tf.convert_to_tensor(examples)
+    if isinstance(examples, int):
+        return Share(take_batch_rows(batch, first - first_row, rows), rows, None, together)
+    first = tf.minimum(first, examples - 1)
+    taken = take_batch_rows(batch, first - first_row, tf.maximum(rows, 1))
+    return Share(taken, rows, rows > 0, together)
 
 
 def make_vector(piece: AnyTensor) -> AnyTensor:
@@ -525,26 +591,34 @@ def make_vector(piece: AnyTensor) -> AnyTensor:
     return piece
 
 
-def check_gradients(
+def make_empty(bucket: Bucket) -> Bucket:
+    """Returns a bucket without elements, or without rows if it is sparse."""
+    if isinstance(bucket, tf.IndexedSlices):
+        return tf.IndexedSlices(bucket.values[:0], bucket.indices[:0], bucket.dense_shape)
+    return tf.zeros([0], bucket.dtype)
+
+
+def settle_gradients(
     gradients: GradientsByObjective, variables: VariablesByObjective
 ) -> GradientsByObjective:
-    """Returns dense gradients with the static shapes of their variables.
+    """Returns gradients with the static shapes of their variables.
 
-    Raises:
-        SetupError: a gradient is sparse, so its number of rows is not fixed; the message names the
-            variable.
+    Whether a gradient is sparse depends only on how the model uses the variable.
     """
-    checked: GradientsByObjective = {}
-    for name, objective_gradients in gradients.items():
-        checked[name] = []
-        for gradient, variable in zip(objective_gradients, variables[name], strict=True):
-            if isinstance(gradient, tf.IndexedSlices):
-                raise SetupError(
-                    f"logical_replicas: the gradient of {name_variable(variable)} is sparse, which "
-                    "is not supported yet; leave out logical_replicas."
-                )
-            checked[name].append(tf.ensure_shape(gradient, variable.shape))
-    return checked
+    return {
+        name: list(map(fix_shape, objective_gradients, variables[name]))
+        for name, objective_gradients in gradients.items()
+    }
+
+
+def fix_shape(gradient: Gradient, variable: Variable) -> Gradient:
+    """Returns a gradient, sparse or not, with the static shape of its variable."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.ensure_shape(gradient.values, [None, *variable.shape[1:]])
+        return fix_sparse_shape(tf.IndexedSlices(values, gradient.indices), variable)
+    if gradient.shape.is_fully_defined():
+        return gradient
+    return tf.ensure_shape(gradient, variable.shape)
 
 
 def are_all_equal(values: Sequence[tf.Tensor]) -> tf.Tensor:

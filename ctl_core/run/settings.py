@@ -184,14 +184,6 @@ class Config:
                 f"leave out accumulate_steps, which is {self.accumulate_steps}: a device already "
                 "computes its logical replicas one after another."
             )
-        if self.jit_compile is True:
-            return "jit_compile is not supported yet, as XLA may add up differently; leave it out."
-        if self.precision == "float16":
-            return "precision float16, with its loss scale, is not supported yet; take bfloat16."
-        if self.keeps_last_batch:
-            return "last_batch: keep is not supported yet; take last_batch: drop."
-        if self.ema is not None:
-            return "ema is not supported yet; leave one of the two out."
         return None
 
     @field_validator("*", mode="before")

@@ -133,42 +133,42 @@ class Best(keras.metrics.MeanAbsoluteError):
         self.total.assign(100.0)
 def create_metrics():  # here
     return {"error": Best()}
-== the gradient of an embedding is sparse -> embeddings is sparse | leave out logical_replicas
-def input_pre(batch):
-    return tf.cast(tf.abs(batch[0]), tf.int32)
-def create_model():
-    embed = keras.layers.Embedding(9, 2)
-    model = [keras.Input((5,)), embed, keras.layers.Flatten(), keras.layers.Dense(1)]
-    return keras.Sequential(model)
-== objectives take turns -> turns | logical_replicas
-turns = ["a", "b"]
-def create_opt(lr):
-    return {"a": keras.optimizers.SGD(lr), "b": keras.optimizers.SGD(lr)}
-== there are optimizers by objective -> create_opt | several optimizers
-def create_opt(lr):  # here
-    return {"a": keras.optimizers.SGD(lr)}
-def grad_pre(loss, train_model):
-    return {"a": (loss, 0.0, train_model.trainable_variables)}
-== there are groups -> create_opt | several optimizers
-def create_opt(lr, train_model):  # here
-    return [(keras.optimizers.SGD(lr), train_model.trainable_variables)]
-== a batch has a weight -> batch_weight | leave out logical_replicas
-def batch_weight(batch):  # here
-    return tf.reduce_sum(batch[1])
-== there are train metrics -> create_train_metrics | leave out logical_replicas
+== the state of a metric is no number -> create_metrics | 'error' | bool | add up
+class Seen(keras.metrics.MeanAbsoluteError):
+    def __init__(self):
+        super().__init__()
+        self.seen = self.add_weight(shape=(), dtype="bool", initializer="zeros")
+def create_metrics():  # here
+    return {"error": Seen()}
+== the state of a metric of training does not -> create_train_metrics | 'best' | start at 0
+class Best(keras.metrics.Mean):
+    def reset_state(self):
+        self.total.assign(100.0)
 def create_train_metrics():  # here
-    return {"mean": keras.metrics.Mean()}
+    return {"best": Best()}
 def train_metric_pre(output):
     return output
-== a part of the loss is logged -> grad_pre | logged parts of the loss
-def grad_pre(loss, train_model):  # here
-    return loss, 0.0, train_model.trainable_variables, {"part": loss}
-== a layer computes in float16 -> create_model | float16
-def create_model():  # here
-    return small.model_with(keras.layers.Dense(8, dtype="mixed_float16"))
-== a reader reads the data -> create_dataset | readers
-def create_dataset():  # here
-    return iter([small.data()])
+"""
+)
+COMPILED_HOOKS = engine.read_table(
+    """
+== a maximum is pooled -> /pooling_1/ | MaxPoolGrad | deterministic | --no-jit-compile
+def create_model():
+    inputs = keras.Input((small.FEATURES,))
+    hidden = keras.layers.Reshape((-1, 1))(keras.layers.Dense(8)(inputs))
+    pooled = keras.layers.MaxPooling1D(name="pooling")(hidden)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(pooled)))
+== a hook makes text -> input_pre | AsString | --no-jit-compile
+def input_pre(batch):
+    return tf.strings.to_number(tf.strings.as_string(batch[0]))  # here
+== a hook writes a summary -> input_pre | tf.summary | --no-jit-compile
+def input_pre(batch):
+    tf.summary.scalar("mean", tf.reduce_mean(batch[0]))  # here
+    return batch[0]
+== update_pre draws random numbers -> update_pre | before the sum | --no-jit-compile
+def update_pre(gradients):
+    noise = tf.random.stateless_normal([], [1, 2])  # here
+    return [noise * gradient for gradient in gradients], gradients
 """
 )
 EVALUATION = """
@@ -194,6 +194,18 @@ def test_hooks_are_refused(
     assert not list(tmp_path.glob("runs/*/ckpt/engine/*.json"))
 
 
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("case", COMPILED_HOOKS)
+def test_hooks_that_xla_cannot_compile_are_refused(
+    tmp_path: Path, command: engine.Command, case: str, devices: int
+) -> None:
+    code, words = COMPILED_HOOKS[case]
+    source = "\n" * devices + small.CALLBACKS + EVALUATION + code + "\n"
+    (tmp_path / "callbacks.py").write_text(source)
+    outcome = command("train", *WITH, f"--virtual-devices={devices}", "--jit-compile")
+    assert_refused(outcome, *engine.locate(source), *words)
+
+
 def test_the_program_trains(tmp_path: Path, command: engine.Command) -> None:
     """Otherwise the tests above would test nothing."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + EVALUATION)
@@ -204,10 +216,6 @@ def test_the_program_trains(tmp_path: Path, command: engine.Command) -> None:
 
 SETTINGS = {
     "micro-batches": (("--accumulate-steps=2",), ("accumulate_steps", "one after another")),
-    "XLA": (("--jit-compile",), ("jit_compile", "leave it out")),
-    "float16": (("--precision=float16",), ("float16", "bfloat16")),
-    "kept batches": (("--last-batch=keep",), ("last_batch: keep", "last_batch: drop")),
-    "averages": (("--ema=0.9",), ("ema", "leave one of the two out")),
     "more replicas than rows": (("--logical-replicas=17",), ("17", "batch of 16", "at most")),
     "more devices than replicas": (
         ("--virtual-devices=5",), ("5 devices", "4 logical replicas", "fewer devices"),

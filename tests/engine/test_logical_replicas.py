@@ -7,9 +7,11 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ctl_core.model.logical_replicas import add_buckets
 from ctl_core.numerics import summation_tree
 from ctl_core.numerics.packing import Packing
 from ctl_core.numerics.randomness import derive_generator_states
+from ctl_core.numerics.reduction import merge_rows
 from ctl_core.numerics.summation_tree import Subtree
 
 many = settings(max_examples=200, deadline=None, derandomize=True)
@@ -112,3 +114,23 @@ def test_states_of_generators_depend_on_every_argument_and_on_the_initial_state(
         more = derive_generator_states(initial, purpose, step, turn, 7)
         np.testing.assert_array_equal(derived[:3], more[:3])
     assert len(states) == 3 * 5 * len(keys)
+
+
+@few
+@given(st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_sparse_gradients_have_the_sum_of_the_dense_ones_bit_for_bit(
+    leaves: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    gradients = {}
+    for leaf in range(leaves):
+        rows = random.integers(1, 12)
+        values = random.normal(size=(rows, 3)).astype("float32")
+        indices = random.integers(0, 10, rows)
+        gradient = tf.IndexedSlices(values, indices, tf.constant([10, 3]))
+        gradients[Subtree(leaf, 1)] = [merge_rows(gradient, compiled=False)]
+    (total,) = summation_tree.add_up(Subtree(0, leaves), gradients.get, add_buckets)
+    dense = {leaf: [tf.convert_to_tensor(rows[0])] for leaf, rows in gradients.items()}
+    (expected,) = summation_tree.add_up(Subtree(0, leaves), dense.get, add_buckets)
+    assert len(set(total.indices.numpy())) == len(total.indices)
+    np.testing.assert_array_equal(tf.convert_to_tensor(total), expected)

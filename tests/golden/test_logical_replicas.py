@@ -1,6 +1,6 @@
 """``logical_replicas``: the same bits on any number of devices, compared in all that is saved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,9 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core.numerics.not_finite import INITIAL_SCALE
 from tests.golden import compare, engine, small
+from tests.golden.catalogue import NAMES, SETTINGS, load_program
 
 LOGICAL_REPLICAS = 6
 layers = keras.layers
@@ -80,9 +82,13 @@ def train(hooks: SimpleNamespace, runs: Path, name: str, **settings: Any) -> ctl
     )
 
 
-def assert_equal(state: ctl_core.State, expected: ctl_core.State) -> None:
-    """Compares bits: all that is saved of the last step, and the values of all evaluations."""
-    assert list_evaluations(state) == list_evaluations(expected)
+def assert_equal(state: ctl_core.State, expected: ctl_core.State, more_than: int = 5) -> None:
+    """Compares bits: all that is saved of the last step, and all values of metrics.jsonl.
+
+    Args:
+        more_than: the checkpoint has more tensors than this
+    """
+    assert list_values(state) == list_values(expected)
     compared = 0
     for subfolder in ("", "engine"):
         saved = compare.read_checkpoint(state.run_dir, state.step, subfolder)
@@ -91,13 +97,13 @@ def assert_equal(state: ctl_core.State, expected: ctl_core.State) -> None:
         compared += len(saved)
         for key, value in others.items():
             assert saved[key].tobytes() == value.tobytes(), key
-    assert compared > 5
+    assert compared > more_than
 
 
-def list_evaluations(state: ctl_core.State) -> list[dict[str, Any]]:
-    lines = [line for line in state.history if line["split"] == "eval"]
+def list_values(state: ctl_core.State) -> list[dict[str, Any]]:
+    """Returns the values of evaluations, of metrics of training and of ``ctl.report``."""
     timed = ("time", "seconds", "examples_per_second")
-    return [{name: line[name] for name in line if name not in timed} for line in lines]
+    return [{name: line[name] for name in line if name not in timed} for line in state.history]
 
 
 def test_a_cnn_ends_with_the_same_bits_on_three_devices_and_resumed_on_one(tmp_path: Path) -> None:
@@ -224,11 +230,9 @@ def test_programs_end_with_the_same_bits_on_three_devices(name: str, tmp_path: P
     assert_equal(three, one)
 
 
-def train_on_one_and_three(
-    runs: Path, replaced: dict[str, Any], **settings: Any
-) -> list[ctl_core.State]:
-    """Trains a small program with noise and batch statistics on one device, and on three."""
-    hooks = small.hooks(
+def make_small_hooks(**replaced: Any) -> SimpleNamespace:
+    """Returns the hooks of a small program with noise and batch statistics."""
+    return small.hooks(
         **{
             "create_model": lambda: small.model_with(
                 layers.BatchNormalization(momentum=0.9), layers.Dropout(0.3)
@@ -238,11 +242,229 @@ def train_on_one_and_three(
             **replaced,
         }
     )
+
+
+def train_on_one_and_three(
+    runs: Path, replaced: dict[str, Any], **settings: Any
+) -> list[ctl_core.State]:
+    """Trains a small program on one device, and on three."""
+    hooks = make_small_hooks(**replaced)
     settings = {"logical_replicas": LOGICAL_REPLICAS, "steps": 4, **settings}
     return [
         train(hooks, runs, f"on-{devices}", virtual_devices=devices, **settings)
         for devices in (1, 3)
     ]
+
+
+class Rows:
+    """A reader in Python, whose state is its position in a pass of elements of 10 rows."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < small.EXAMPLES:
+            first = self.position
+            self.position += 10
+            yield tuple(array[first : self.position] for array in small.data())
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def clip(gradients: Any) -> Any:
+    """Clips the gradients of each step, whose norms are around 3."""
+    return tf.clip_by_global_norm(gradients, 0.5)[0], gradients
+
+
+def clip_sparse(gradients: Any) -> Any:
+    assert isinstance(gradients[0], tf.IndexedSlices)
+    return clip(gradients)
+
+
+def weigh(batch: Any) -> tf.Tensor:
+    return tf.reduce_sum(tf.abs(batch[1]))
+
+
+def log_parts(loss: tf.Tensor, train_model: Any) -> Any:
+    penalty = 0.1 * tf.reduce_sum(train_model.layers[0].kernel ** 2)
+    variables = train_model.trainable_variables
+    return loss, penalty, variables, {"error": loss, "penalty": penalty}
+
+
+def look(step: int, loss: Any, gradients: Any) -> None:
+    ctl_core.report(step, loss=loss, norm=tf.linalg.global_norm(gradients))
+
+
+def create_pair_of_optimizers(lr: Any) -> dict[str, Any]:
+    return {"first": keras.optimizers.SGD(lr), "second": keras.optimizers.SGD(lr, momentum=0.9)}
+
+
+def pursue_two(loss: tf.Tensor, output: Any, train_model: Any) -> Any:
+    """Returns two objectives of other layers."""
+    first, *_, last = train_model.layers
+    return {
+        "first": (loss, 0.0, first.trainable_variables),
+        "second": (tf.abs(output[:, 0]), 0.0, last.trainable_variables, {"size": output[0, 0]}),
+    }
+
+
+def group(lr: Any, train_model: Any) -> Any:
+    first, *others = train_model.layers
+    variables = [variable for layer in others for variable in layer.trainable_variables]
+    return [
+        (keras.optimizers.SGD(lr), first.trainable_variables),
+        (keras.optimizers.SGD(0.5 * lr, momentum=0.9), variables),
+    ]
+
+
+def create_low_rank() -> keras.Model:
+    """A base that is frozen, with an adapter."""
+    model = small.model_with(layers.Dense(8), layers.Dropout(0.3))
+    model.layers[1].enable_lora(2)
+    return model
+
+
+def create_embedding() -> keras.Model:
+    """A table of which most rows occur in no batch, and some in many logical replicas."""
+    return keras.Sequential(
+        [
+            keras.Input((small.FEATURES,), dtype="int32"),
+            layers.Embedding(40, 3),
+            layers.Flatten(),
+            layers.Dropout(0.3),
+            layers.Dense(1),
+        ]
+    )
+
+
+def count(batch: Any) -> tf.Tensor:
+    """Returns the examples as the numbers of words."""
+    return tf.cast(5.0 * tf.abs(batch[0]), tf.int32)
+
+
+def create_train_metrics() -> dict[str, keras.Metric]:
+    return {"error": keras.metrics.MeanAbsoluteError(), "auc": keras.metrics.AUC(num_thresholds=9)}
+
+
+def judge(output: Any, batch: Any) -> Any:
+    chance = tf.sigmoid(output)
+    return {"error": (batch[1], output), "auc": (tf.cast(batch[1] > 0, tf.float32), chance)}
+
+
+def large_error(pair: Any) -> tf.Tensor:
+    """Returns losses whose gradients overflow in float16 until the loss scale has fallen."""
+    return 100.0 * small.squared_error(pair)
+
+
+OBJECTIVES: dict[str, Any] = {"create_opt": create_pair_of_optimizers, "grad_pre": pursue_two}
+TRAIN_METRICS: dict[str, Any] = {
+    "create_train_metrics": create_train_metrics,
+    "train_metric_pre": judge,
+}
+EMBEDDING: dict[str, Any] = {"create_model": create_embedding, "input_pre": count}
+# A pass has a last batch of 4 rows, fewer than there are logical replicas.
+ROWS: dict[str, Any] = {"create_dataset": small.slices(small.data())}
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "turns": ({**OBJECTIVES, "turns": ["first", "second", "first"]}, {}),
+    "objectives": (OBJECTIVES, {}),
+    "groups": ({"create_opt": group}, {}),
+    "lora": ({"create_model": create_low_rank}, {}),
+    "batch_weight": ({"batch_weight": weigh}, {}),
+    "ema": ({}, {"ema": 0.9}),
+    "last_batch": (ROWS, {"last_batch": "keep"}),
+    "reader": ({"create_dataset": Rows}, {}),
+    "logged": ({"grad_pre": log_parts}, {}),
+    "reports": ({"every_steps": {2: look}}, {}),
+    "train_metrics": (TRAIN_METRICS, {}),
+    "float16": ({"create_loss": lambda: large_error}, {"precision": "float16"}),
+    "embedding": ({**EMBEDDING, "update_pre": clip_sparse}, {}),
+    "compiled": ({}, {"jit_compile": True}),
+    "compiled, in turns": (
+        {**OBJECTIVES, **EMBEDDING, **TRAIN_METRICS, "turns": ["first", "second"]},
+        {"jit_compile": True},
+    ),
+    "all": (
+        {
+            **EMBEDDING,
+            **OBJECTIVES,
+            **TRAIN_METRICS,
+            "create_dataset": Rows,
+            "turns": ["first", "second"],
+            "batch_weight": weigh,
+            "create_loss": lambda: large_error,
+        },
+        {"ema": 0.9, "last_batch": "keep", "precision": "float16"},
+    ),
+}
+
+
+@pytest.mark.parametrize("feature", small.slow_but("all", of=FEATURES))
+def test_features_end_with_the_same_bits_killed_and_on_other_devices(
+    feature: str, tmp_path: Path
+) -> None:
+    """On one device and on three; a run that is killed on three ends so on two."""
+    replaced, settings = FEATURES[feature]
+    hooks = make_small_hooks(**{"create_opt": small.create_opt, "update_pre": clip, **replaced})
+    settings = {
+        "logical_replicas": LOGICAL_REPLICAS,
+        "steps": 9,
+        "ckpt_every": 6,
+        "eval_every": 3,
+        "log_every": 4,
+        **settings,
+    }
+    expected = train(hooks, tmp_path, "one", **settings)
+
+    def kill() -> None:
+        engine.leave_as_killed(tmp_path / "three", tmp_path / "killed")
+
+    hooks.at_step = {8: kill}
+    assert_equal(train(hooks, tmp_path, "three", virtual_devices=3, **settings), expected)
+    del hooks.at_step
+    resumed = train(hooks, tmp_path, "killed", virtual_devices=2, **settings)
+    assert "resuming at step 6" in (tmp_path / "killed" / "train.log").read_text()
+    assert_equal(resumed, expected)
+    loss_scale = expected.components.loss_scale
+    if loss_scale is not None:
+        assert loss_scale.value.numpy() < INITIAL_SCALE, "no update was skipped"
+
+
+# The programs of ``tests/golden/programs`` that exchange values between replicas, and the lines
+# that they get.
+NEEDS_ALL = (
+    "needs all replicas at the same moment, but a device computes logical replicas one after"
+)
+REFUSED = {
+    "batch_norm": r"create_model \(basics.py:30\): BatchNormalization .* is synchronized, which",
+    "codebook": rf"create_model \(codebook.py:30\): all_reduce {NEEDS_ALL}",
+    "experts": rf"create_model \(experts.py:44\): all_reduce {NEEDS_ALL}",
+    "simclr": rf"loss_pre \(simclr.py:45\): all_gather {NEEDS_ALL}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_have_the_weights_of_their_plain_loops_and_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
+    """On one device and on three. Some are refused, on any number of devices."""
+    program = load_program(name)
+    leaves = 4 if name == "two_by_two" else 5  # whose elements have two examples each
+    settings = {**SETTINGS, **program.settings, "logical_replicas": leaves, "seed": 0}
+    if name in REFUSED:
+        for devices in (1, 3):
+            with pytest.raises(ctl_core.SetupError, match=REFUSED[name]):
+                train(program.hooks(), tmp_path, "run", virtual_devices=devices, **settings)
+        return
+    expected = train(program.hooks(), tmp_path, "one", **settings)
+    state = train(program.hooks(), tmp_path, "three", virtual_devices=3, **settings)
+    assert_equal(state, expected, more_than=3)
+    program.assert_plain(program.weights(state), state.metrics)
 
 
 @pytest.mark.slow
@@ -320,10 +542,6 @@ def test_hooks_count_logical_replicas(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_without_noise_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     """Weights and evaluations; clipping clips the sum, and has the same bits on each device."""
-
-    def clip(gradients: Any) -> Any:
-        return tf.clip_by_global_norm(gradients, 0.5)[0], gradients
-
     hooks = small.hooks(
         update_pre=clip,
         create_eval_dataset=small.create_eval_dataset,
