@@ -18,6 +18,7 @@
 # make test-ray        launch/ray_job.py on a real Ray of two nodes here
 # make test-clouds     launch/skypilot.yaml and vertex.yaml by the clouds' own packages, without a cloud
 # make test-trackers   tracker.py with wandb, MLflow, Comet and Trackio, offline
+# make test-s3         a mirror in a bucket of an S3 server here
 #
 # Each makes the virtual environment it needs: .venv, or one of its own.
 PYTHON ?= python3
@@ -31,10 +32,10 @@ PIP = -m pip install --quiet --disable-pip-version-check
 PROCESSES ?= $(shell "$(PYTHON)" -c 'import os; print(min(8, 1 + (os.cpu_count() or 2)))')
 # A process that crashes ends the tests: with another in its place they would wait for ever.
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses $(PROCESSES) --max-worker-restart 0 --dist loadfile \
-	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers,--ignore tests/on_$(place)) --ignore tests/engine_net
+	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers s3,--ignore tests/on_$(place)) --ignore tests/engine_net
 
 .PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove generated python \
-	test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers
+	test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers test-s3
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -106,7 +107,7 @@ test-slurm: $(VENV)/.made
 	@"$(VENV)/bin/python" -m tests.on_slurm.slurm
 	"$(VENV)/bin/python" -m pytest -p no:xdist tests/on_slurm
 
-test-ray test-clouds test-trackers: test-%: .venv-%/.made
+test-ray test-clouds test-trackers test-s3: test-%: .venv-%/.made
 	$(<D)/bin/python -m pytest tests/on_$*
 
 # The packages are those of the template's pyproject.toml.
@@ -114,6 +115,8 @@ packages_ray = --editable . "ray[default,train]>=2.60"
 packages_clouds = google-cloud-aiplatform "skypilot>=0.10"
 packages_trackers = --editable . "wandb>=0.26" "mlflow-skinny>=3.10" "sqlalchemy>=2" \
 	"alembic>=1.13" "comet_ml>=3.50" "trackio>=0.40"
+
+packages_s3 = --editable . s3fs "moto[s3]>=5" flask flask-cors
 
 # Without --editable ., which asks for tensorflow-cpu: the two are in each other's way.
 packages_gpu = "tensorflow[and-cuda]>=2.21,<3" "keras>=3.15,<4" "pydantic-settings>=2.15,<3" \

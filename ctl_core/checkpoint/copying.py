@@ -102,8 +102,8 @@ class Copier(Listener):
             remove(self._run / STAGING)
         if self._missing:
             self._console.warn(
-                f"mirror: {self._missing} of the checkpoints could not be copied to "
-                f"{self._mirror.shown}."
+                f"mirror: checkpoints that could not be copied to {self._mirror.shown}: "
+                f"{self._missing}."
             )
 
     def _copy_last(self) -> None:
@@ -195,8 +195,8 @@ class Copier(Listener):
             return
         self._causes.add(kind)
         self._console.warn(
-            f"mirror: the checkpoint of step {step} is not copied to {self._mirror.shown} "
-            f"({cause}), {self._missing} missing there so far; training goes on."
+            f"mirror: the checkpoint of step {step} could not be copied to {self._mirror.shown} "
+            f"({cause}); training goes on. Not copied so far: {self._missing}."
         )
 
 
