@@ -11,6 +11,7 @@
 # make pictures    draw docs/pictures: a run that is killed, and the shapes of the tutorial
 # make prove       train, kill and resume in many ways, beside fit and a loop: some minutes
 # make generated   write the tables of docs and the data of the example digits anew
+# make release VERSION=2.1.0   checks the CHANGELOG, sets the version, makes a tag, prints what to push
 # make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"
 # make test-compat     the private names of TensorFlow and Keras, with those that are named:
 #                      WITH="tensorflow-cpu==2.21.* keras==3.15.*"
@@ -34,7 +35,7 @@ PROCESSES ?= $(shell "$(PYTHON)" -c 'import os; print(min(8, 1 + (os.cpu_count()
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses $(PROCESSES) --max-worker-restart 0 --dist loadfile \
 	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers s3,--ignore tests/on_$(place)) --ignore tests/engine_net
 
-.PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove generated python \
+.PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove generated release python \
 	test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers test-s3
 
 demo: $(DEMO_VENV)/.made
@@ -90,6 +91,9 @@ prove: $(VENV)/.made
 generated: $(VENV)/.made
 	"$(VENV)/bin/python" -m scripts.tables
 	"$(VENV)/bin/python" -m scripts.make_digits
+
+release:
+	@"$(PYTHON)" scripts/release.py "$(VERSION)"
 
 test-pythons: $(VENV)/.made
 	"$(VENV)/bin/python" scripts/pythons.py $(PYTHONS)

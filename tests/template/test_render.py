@@ -113,6 +113,9 @@ def test_pyproject_of_each_project(projects: list[Project]) -> None:
         names = {requirement.name.removesuffix("-skinny") for requirement in needed}
         expected = {TRACKERS[answers["tracker"]]} if answers["tracker"] != "none" else set()
         assert names & {*TRACKERS.values()} == expected
+        # For uv and for pip.
+        assert settings["dependency-groups"] == metadata["optional-dependencies"]
+        assert ("ray" in settings["dependency-groups"]) == (answers["launch"] in ("ray", "all"))
         tool = settings["tool"]
         project_files = {"callbacks.py", "config.yaml"}
         if answers["tracker"] != "none":
