@@ -123,7 +123,7 @@ packages_trackers = --editable . "wandb>=0.26" "mlflow-skinny>=3.10" "sqlalchemy
 packages_s3 = --editable . s3fs "moto[s3]>=5" flask flask-cors
 
 # Without --editable ., which asks for tensorflow-cpu: the two are in each other's way.
-packages_gpu = "tensorflow[and-cuda]>=2.21,<3" "keras>=3.15,<4" "pydantic-settings>=2.15,<3" \
+packages_gpu = "tensorflow[and-cuda]>=2.21,<2.22" "keras>=3.15,<3.16" "pydantic-settings>=2.15,<3" \
 	"rich>=13" pyyaml "tensorboard>=2.21"
 
 .venv-%/.made: pyproject.toml | python

@@ -12,6 +12,7 @@ from ctl_core.checkpoint.source import find_start
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import find_task
 from ctl_core.cluster.sync import join_peers
+from ctl_core.compat import describe_untested
 from ctl_core.hooks.callbacks_file import read_hooks_file
 from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State
@@ -78,6 +79,8 @@ def train_here(
         join_peers(task),
         Signals(console.say) as signals,
     ):
+        for line in describe_untested():
+            console.say(line)
         state = create_state(callbacks, config, run, console)
         check_losses(state, console)
         trainer = Trainer(state, run, console, signals)
