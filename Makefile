@@ -101,7 +101,7 @@ test-pythons: $(VENV)/.made
 test-compat: | python
 	"$(PYTHON)" -m venv --clear .venv-compat
 	".venv-compat/bin/python" $(PIP) --no-deps --editable .
-	".venv-compat/bin/python" $(PIP) $(WITH) pydantic-settings pytest pyyaml rich
+	".venv-compat/bin/python" $(PIP) $(WITH) packaging pydantic-settings pytest pyyaml rich tensorboard
 	.venv-compat/bin/python -m pytest -m "not slow" $(patsubst %,tests/%.py,engine/test_compat \
 		engine/test_reading engine/test_schedule golden/test_any_batch golden/test_hidden_state \
 		golden/test_hooks golden/test_mistakes golden/test_models)
@@ -117,8 +117,8 @@ test-ray test-clouds test-trackers test-s3: test-%: .venv-%/.made
 # The packages are those of the template's pyproject.toml.
 packages_ray = --editable . "ray[default,train]>=2.60"
 packages_clouds = google-cloud-aiplatform "skypilot>=0.10"
-packages_trackers = --editable . "wandb>=0.26" "mlflow-skinny>=3.10" "sqlalchemy>=2" \
-	"alembic>=1.13" "comet_ml>=3.50" "trackio>=0.40"
+packages_trackers = --editable . "wandb>=0.31" "mlflow-skinny>=3.17" "sqlalchemy>=2.1" \
+	"alembic>=1.20" "comet_ml>=3.58" "trackio>=0.43"
 
 packages_s3 = --editable . s3fs "moto[s3]>=5" flask flask-cors
 
