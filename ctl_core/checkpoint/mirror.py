@@ -128,6 +128,12 @@ class Mirror:
                     f"warning: mirror: the checkpoint of step {step} in {self.shown} is damaged "
                     f"({format_error(error, 160).removeprefix('Damaged: ')})"
                 )
+            except SetupError as error:
+                raise SetupError(
+                    f"mirror: the checkpoint of step {step} in {self.shown} was written by a "
+                    "version of ctl_core from which this one cannot resume; choose another "
+                    "run_name."
+                ) from error
             finally:
                 remove(folder)
         return None

@@ -169,6 +169,18 @@ def test_damaged_checkpoint_gives_way_to_the_one_before(
     assert list_saved_steps(Path("runs/a/ckpt")) == []
 
 
+def test_checkpoint_of_another_engine_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(1)
+    copy(1)
+    lose_machine()
+    monkeypatch.setattr(record, "FORMAT", record.FORMAT + 1)
+    with pytest.raises(SetupError, match=r"step 1 in there/a was written by a version of ctl_core"):
+        fetch_run(CONFIG)
+    assert list_saved_steps(Path("runs/a/ckpt")) == []
+
+
 def test_newer_of_the_two_places_is_used(place: Path) -> None:
     """The mirror's after the run went on elsewhere; the run's own if it is as new, or newer."""
     save(4)
