@@ -324,23 +324,23 @@ def fetch_run(config: Config) -> None:
     if not task.chief:
         wait_for_chief(task, lambda: _measure(run / STAGING))
         return
-    own_step = next((record.step for record in read_complete_records(run / "ckpt")), -1)
+    local_step = next((record.step for record in read_complete_records(run / "ckpt")), -1)
     try:
         steps = mirror.list_steps()
         if not steps:
             _print(f"mirror: {mirror.shown} has no checkpoint yet")
-        elif steps[0] > own_step and not is_run_locked(run):
-            _fetch_locked(mirror, run, own_step)
+        elif steps[0] > local_step and not is_run_locked(run):
+            _fetch_locked(mirror, run, local_step)
     except OSError as error:
         problem = f"mirror: {mirror.shown} cannot be fetched: {format_error(error)}"
-        if own_step < 0:
+        if local_step < 0:
             raise SetupError(
                 f"{problem}; to start from scratch, leave out mirror or choose another run_name."
             ) from error
-        _print(f"warning: {problem}; the run resumes from its own checkpoint of step {own_step}")
+        _print(f"warning: {problem}; the run resumes from its own checkpoint of step {local_step}")
 
 
-def _fetch_locked(mirror: Mirror, run: Path, own_step: int) -> None:
+def _fetch_locked(mirror: Mirror, run: Path, local_step: int) -> None:
     """Fetches a run, while no other process may train it.
 
     Raises:
@@ -351,10 +351,10 @@ def _fetch_locked(mirror: Mirror, run: Path, own_step: int) -> None:
     if lock is None:  # the start of this training will be refused
         return
     try:
-        fetched = mirror.fetch(own_step)
+        fetched = mirror.fetch(local_step)
     finally:
         release_run(run, lock)
-    if fetched is None and own_step < 0:
+    if fetched is None and local_step < 0:
         raise SetupError(
             f"mirror: {mirror.shown} has checkpoints, but none of them is whole; to start over, "
             "choose another run_name or remove them."
