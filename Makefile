@@ -11,6 +11,7 @@
 # make pictures    draw docs/pictures: a run that is killed, and the shapes of the tutorial
 # make prove       train, kill and resume in many ways, beside fit and a loop: some minutes
 # make generated   write the tables of docs and the data of the example digits anew
+# make release VERSION=2.1.0   checks the CHANGELOG, sets the version, makes a tag, prints what to push
 # make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"
 # make test-compat     the private names of TensorFlow and Keras, with those that are named:
 #                      WITH="tensorflow-cpu==2.21.* keras==3.15.*"
@@ -18,6 +19,7 @@
 # make test-ray        launch/ray_job.py on a real Ray of two nodes here
 # make test-clouds     launch/skypilot.yaml and vertex.yaml by the clouds' own packages, without a cloud
 # make test-trackers   tracker.py with wandb, MLflow, Comet and Trackio, offline
+# make test-s3         a mirror in a bucket of an S3 server here
 #
 # Each makes the virtual environment it needs: .venv, or one of its own.
 PYTHON ?= python3
@@ -31,10 +33,10 @@ PIP = -m pip install --quiet --disable-pip-version-check
 PROCESSES ?= $(shell "$(PYTHON)" -c 'import os; print(min(8, 1 + (os.cpu_count() or 2)))')
 # A process that crashes ends the tests: with another in its place they would wait for ever.
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses $(PROCESSES) --max-worker-restart 0 --dist loadfile \
-	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers,--ignore tests/on_$(place)) --ignore tests/engine_net
+	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers s3,--ignore tests/on_$(place)) --ignore tests/engine_net
 
-.PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove generated python \
-	test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers
+.PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove generated release python \
+	test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers test-s3
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -90,13 +92,16 @@ generated: $(VENV)/.made
 	"$(VENV)/bin/python" -m scripts.tables
 	"$(VENV)/bin/python" -m scripts.make_digits
 
+release:
+	@"$(PYTHON)" scripts/release.py "$(VERSION)"
+
 test-pythons: $(VENV)/.made
 	"$(VENV)/bin/python" scripts/pythons.py $(PYTHONS)
 
 test-compat: | python
 	"$(PYTHON)" -m venv --clear .venv-compat
 	".venv-compat/bin/python" $(PIP) --no-deps --editable .
-	".venv-compat/bin/python" $(PIP) $(WITH) pydantic-settings pytest pyyaml rich
+	".venv-compat/bin/python" $(PIP) $(WITH) packaging pydantic-settings pytest pyyaml rich tensorboard
 	.venv-compat/bin/python -m pytest -m "not slow" $(patsubst %,tests/%.py,engine/test_compat \
 		engine/test_reading engine/test_schedule golden/test_any_batch golden/test_hidden_state \
 		golden/test_hooks golden/test_mistakes golden/test_models)
@@ -106,17 +111,19 @@ test-slurm: $(VENV)/.made
 	@"$(VENV)/bin/python" -m tests.on_slurm.slurm
 	"$(VENV)/bin/python" -m pytest -p no:xdist tests/on_slurm
 
-test-ray test-clouds test-trackers: test-%: .venv-%/.made
+test-ray test-clouds test-trackers test-s3: test-%: .venv-%/.made
 	$(<D)/bin/python -m pytest tests/on_$*
 
 # The packages are those of the template's pyproject.toml.
 packages_ray = --editable . "ray[default,train]>=2.60"
 packages_clouds = google-cloud-aiplatform "skypilot>=0.10"
-packages_trackers = --editable . "wandb>=0.26" "mlflow-skinny>=3.10" "sqlalchemy>=2" \
-	"alembic>=1.13" "comet_ml>=3.50" "trackio>=0.40"
+packages_trackers = --editable . "wandb>=0.31" "mlflow-skinny>=3.17" "sqlalchemy>=2.1" \
+	"alembic>=1.20" "comet_ml>=3.58" "trackio>=0.43"
+
+packages_s3 = --editable . s3fs "moto[s3]>=5" flask flask-cors
 
 # Without --editable ., which asks for tensorflow-cpu: the two are in each other's way.
-packages_gpu = "tensorflow[and-cuda]>=2.21,<3" "keras>=3.15,<4" "pydantic-settings>=2.15,<3" \
+packages_gpu = "tensorflow[and-cuda]>=2.21,<2.22" "keras>=3.15,<3.16" "pydantic-settings>=2.15,<3" \
 	"rich>=13" pyyaml "tensorboard>=2.21"
 
 .venv-%/.made: pyproject.toml | python

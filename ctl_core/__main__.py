@@ -24,6 +24,7 @@ from ctl_core.run.errors import CtlError, PeerLost, format_error
 try:
     from ctl_core.checkpoint.logical_replicas import settle_logical_replicas
     from ctl_core.checkpoint.source import find_start
+    from ctl_core.checkpoint.stores import locate_mirror
     from ctl_core.cluster import background, supervisor
     from ctl_core.cluster.signals import INTERRUPTED
     from ctl_core.cluster.task import LONGEST, Task, read_task
@@ -228,7 +229,11 @@ def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
     quiet_libraries(not config.debug)
     callbacks = load_callbacks(hooks_file)
     if Path.cwd() != folder:  # callbacks.py has changed the folder; the run's place stays the same
-        config = dataclasses.replace(config, runs_dir=str(folder / config.runs_dir))
+        config = dataclasses.replace(
+            config,
+            runs_dir=str(folder / config.runs_dir),
+            mirror=locate_mirror(config.mirror, folder),
+        )
     if hooks_file.path != hooks_file.stands_for:
         config = dataclasses.replace(config, callbacks=command.trained_with)
     if is_training:
@@ -260,9 +265,9 @@ def _train(callbacks: types.ModuleType, config: Config, options: dict[str, Any])
 
         state = check(callbacks, config)
     else:
-        from ctl_core.commands.train import train
+        from ctl_core.commands.train import train_here
 
-        state = train(callbacks, config, options["continue"], options["note"])
+        state = train_here(callbacks, config, options["continue"], options["note"])
     if state.stopped_by is not None:
         return 128 + state.stopped_by
     return int(state.diverged)

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from ctl_core.checkpoint.checkpoints import Checkpoints, check_written
-from ctl_core.checkpoint.record import Record
-from ctl_core.checkpoint.retention import find_best_step
+from ctl_core.checkpoint.record import Record, find_best_step
 from ctl_core.cluster.background import tell_step
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.sync import LoopStatus

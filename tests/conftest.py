@@ -15,8 +15,8 @@ from tests.helpers.lean import sitecustomize  # noqa: F401  (before this process
 
 LONGEST = """
     test_kills test_logical_replicas test_programs test_check test_processes test_any_batch
-    test_documents test_readers test_program_extras test_written_defaults test_cluster test_hooks
-    test_reduction test_compilation test_logical_limits test_logical_processes
+    test_documents test_mirror test_readers test_program_extras test_written_defaults test_cluster
+    test_hooks test_reduction test_compilation test_logical_limits test_logical_processes
     test_initial_weights test_hidden_state test_mistakes test_downloads test_digits test_optimizers
     test_run_output test_evaluation test_checkpoint test_reading test_runs_in_hooks test_step
     test_runs test_state test_data_hooks test_numbers test_models test_tutorial test_schedule

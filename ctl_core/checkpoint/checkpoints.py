@@ -191,6 +191,7 @@ class Checkpoints:
             )
         self._warn_of_loss_scale()
         self.wait()
+        self.tell_saved()  # the manager may delete the last checkpoint while it writes the next
         with self.statistics.hold_averages():
             self._divergence.check(step)
             if self._accepts_weights(step):

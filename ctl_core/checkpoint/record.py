@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from ctl_core.run.files import atomic_write, flush_to_disk, relative_path
 FORMAT = 2
 # The end of the names of files in which TensorFlow writes tensors, after their prefix.
 _TENSOR_FILE = r"\.(?:index|data-\d{5}-of-\d{5})"
-_USER_FILE = re.compile(rf".+-(?P<step>\d+){_TENSOR_FILE}")
+_USER_FILE = re.compile(rf"[^/\\]+-(?P<step>\d+){_TENSOR_FILE}")
 _ENGINE_FILE = re.compile(
     rf"(?:ckpt|input|statistics)-(?P<step>\d+)(?:-\d+)?(?:{_TENSOR_FILE}|\.json)"
 )
@@ -219,12 +220,65 @@ def list_files(folder: Path, step: int) -> list[Path]:
     Files that each process writes for itself, such as ``statistics-8-0``, are included for all
     processes. Other files, such as a user's ``plot-8.png``, are not part of the checkpoint.
     """
-    files: list[Path] = []
-    for parent, pattern in ((folder, _USER_FILE), (folder / "engine", _ENGINE_FILE)):
-        # Most names belong to other steps; a pattern takes ten times as long to tell.
-        names = [name for name in list_names(parent) if f"-{step}" in name]
-        files += [parent / name for name in names if _find_step(pattern, name) == step]
-    return sorted(files, key=lambda path: path.suffix == ".json")
+    # Most names belong to other steps; a pattern takes ten times as long to tell.
+    user_names, engine_names = (
+        [name for name in list_names(parent) if f"-{step}" in name]
+        for parent in (folder, folder / "engine")
+    )
+    names = group_by_step(user_names, engine_names)
+    return [folder / name for name in names.get(step, [])]
+
+
+def group_by_step(user_names: Iterable[str], engine_names: Iterable[str]) -> dict[int, list[str]]:
+    """Returns the files of all checkpoints, by step; of each of them, the record comes last.
+
+    Args:
+        user_names: the names in a checkpoint folder; names that no checkpoint has are left out
+        engine_names: the names in its subfolder ``engine``
+
+    Returns:
+        For each step, the paths of the files relative to the checkpoint folder.
+    """
+    files: dict[int, list[str]] = {}
+    for pattern, names, place in (
+        (_USER_FILE, user_names, ""),
+        (_ENGINE_FILE, engine_names, "engine/"),
+    ):
+        for name in names:
+            step = _find_step(pattern, name)
+            if step is not None:
+                files.setdefault(step, []).append(place + name)
+    for step, paths in files.items():
+        paths.sort(key=f"engine/ckpt-{step}.json".__eq__)
+    return files
+
+
+def copy_checkpoint(folder: Path, step: int, target: Path) -> None:
+    """Copies a checkpoint; uses hard links if the file system supports them.
+
+    Args:
+        folder: the folder with the checkpoint
+        step: the step of the checkpoint
+        target: a folder for this copy only, which must not exist yet
+    """
+    (target / "engine").mkdir(parents=True)
+    for path in list_files(folder, step):
+        copy = target / path.relative_to(folder)
+        try:
+            os.link(path, copy)
+        except OSError:
+            shutil.copy2(path, copy)
+
+
+def find_best_step(best: dict[str, list[float]]) -> int:
+    """Returns the step of the checkpoint that ``keep_best`` keeps, or -1.
+
+    Args:
+        best: for each criterion, the best value, its step, and the number of evaluations since
+            then; see ``Criterion``
+    """
+    steps = [int(step) for key, (_, step, _) in best.items() if key.startswith("keep_best=")]
+    return max(steps, default=-1)
 
 
 def list_engine_steps(folder: Path) -> set[int]:

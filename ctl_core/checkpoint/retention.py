@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 import tensorflow as tf
 
 from ctl_core.checkpoint.record import (
     Record,
+    copy_checkpoint,
+    find_best_step,
     is_whole,
     list_engine_steps,
     list_files,
@@ -113,17 +114,6 @@ def prepare_list(folder: Path) -> None:
             )
 
 
-def find_best_step(best: dict[str, list[float]]) -> int:
-    """Returns the step of the checkpoint that ``keep_best`` keeps, or -1.
-
-    Args:
-        best: for each criterion, the best value, its step, and the number of evaluations since
-            then; see ``Criterion``
-    """
-    steps = [int(step) for key, (_, step, _) in best.items() if key.startswith("keep_best=")]
-    return max(steps, default=-1)
-
-
 def keep_best(folder: Path, record: Record, source: Path) -> None:
     """Copies the best checkpoint to the folder ``best``, unless it is there already.
 
@@ -140,20 +130,3 @@ def keep_best(folder: Path, record: Record, source: Path) -> None:
         if step in list_saved_steps(place) and step not in list_saved_steps(best):
             with atomic_write(best) as temporary:
                 copy_checkpoint(place, step, temporary)
-
-
-def copy_checkpoint(folder: Path, step: int, target: Path) -> None:
-    """Copies a checkpoint; uses hard links if the file system supports them.
-
-    Args:
-        folder: the folder with the checkpoint
-        step: the step of the checkpoint
-        target: a folder for this copy only, which must not exist yet
-    """
-    (target / "engine").mkdir(parents=True)
-    for path in list_files(folder, step):
-        copy = target / path.relative_to(folder)
-        try:
-            os.link(path, copy)
-        except OSError:
-            shutil.copy2(path, copy)

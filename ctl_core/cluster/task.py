@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from ctl_core.run.errors import PeerLost, SetupError, make_line
@@ -168,6 +168,33 @@ def are_others_there(task: Task) -> bool:
     """Returns True if every other process of the cluster still listens on its address."""
     others = [address for index, address in enumerate(task.addresses) if index != task.index]
     return all(map(_answers, others))
+
+
+def wait_for_chief(task: Task, measure: Callable[[], int]) -> None:
+    """Waits until the chief listens on its address, as it does once it has fetched its run.
+
+    Args:
+        task: this process, which is not the chief
+        measure: returns a number that changes while the chief is fetching
+
+    Raises:
+        PeerLost: the chief has not answered, and the number has not changed, for ``LONGEST``.
+    """
+    start = time.monotonic()
+    last_change = start
+    number = measure()
+    is_reported = False
+    while not _answers(task.addresses[0]):
+        now = time.monotonic()
+        if measure() != number:
+            number = measure()
+            last_change = now
+        if now - last_change > LONGEST:
+            raise PeerLost(f"cluster: no answer after {LONGEST:.0f} s from {task.describe(0)}.")
+        if now - start > PATIENCE and not is_reported:
+            is_reported = True
+            print(f"cluster: waiting for {task.describe(0)}, which reads the mirror", flush=True)
+        time.sleep(0.1)
 
 
 def _listen(address: str) -> socket.socket:

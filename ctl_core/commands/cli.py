@@ -11,13 +11,14 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
+from ctl_core.checkpoint.mirror import fetch_run
 from ctl_core.checkpoint.run_settings import CONFIG_FILE, has_settings, read_run_settings
 from ctl_core.checkpoint.source import CheckpointName, read_source
 from ctl_core.hooks.callbacks_file import DEFAULT
@@ -90,12 +91,13 @@ COMMANDS = {
     ),
     "hooks": Flags("print the table of hooks, or all about one hook", ("hook",), ()),
 }
-# The settings by which the code of a run is found.
-_CODE = ("callbacks", "listener")
-# The settings that a fork does not inherit. The other run may be somebody else's, whose code is run
-# only if the project or a flag names it.
+# The settings by which the code of a run is found, and the place where it is copied. The other run
+# of a fork may be somebody else's: its code is not run, and nothing is sent to its mirror, unless
+# the project or a flag names them.
+_NAMED_AGAIN = ("callbacks", "listener", "mirror")
+# The settings that a fork does not inherit.
 _NOT_FORKED = frozenset(
-    {"workers", "run_name", "runs_dir", "fork", "init_from", "init_skip", *_CODE}
+    {"workers", "run_name", "runs_dir", "fork", "init_from", "init_skip", *_NAMED_AGAIN}
 )
 
 
@@ -135,6 +137,42 @@ class Origin(NamedTuple):
     is_forked: bool = False
 
 
+class Layers(NamedTuple):
+    """The layers of settings that a command is given.
+
+    Attributes:
+        files: the settings files, of which later ones take precedence
+        above: variables and flags
+        is_named: whether a flag or a variable names the files; otherwise, it is config.yaml
+    """
+
+    files: list[Layer]
+    above: list[Layer]
+    is_named: bool
+
+    def leave_out(self, names: Collection[str]) -> "Layers":
+        """Returns the layers without these settings."""
+        files = [layer.leave_out(names) for layer in self.files]
+        above = [layer.leave_out(names) for layer in self.above]
+        return Layers(files, above, self.is_named)
+
+    def name_callbacks(self) -> bool:
+        """Returns whether a flag, a variable or a named file sets ``callbacks``."""
+        naming = list(self.above)
+        if self.is_named:
+            naming += self.files
+        return any("callbacks" in layer.values for layer in naming)
+
+
+class Settled(NamedTuple):
+    """The settings of a command; the attributes are those of ``Command``."""
+
+    config: Config
+    notes: list[str]
+    run: Path | None
+    trained_with: str
+
+
 def parse_command(argv: Sequence[str]) -> Command:
     """Parses ``COMMAND [--SETTING VALUE ...]``.
 
@@ -157,35 +195,56 @@ def parse_command(argv: Sequence[str]) -> Command:
     if command == "hooks":
         return Command(command, Config(), options)
 
-    above = [variables, flags]
     notes = find_unknown_variables()
     named_files = options.pop("config") or _list_files_of_variable()
     files = [
         read_file(Path(path), required=bool(named_files)) for path in named_files or ["config.yaml"]
     ]
-    names_callbacks = any("callbacks" in layer.values for layer in above)
-    if named_files:
-        names_callbacks |= any("callbacks" in layer.values for layer in files)
-    origin = _find_origin(is_training, [*files, *above])
+    layers = Layers(files, [variables, flags], bool(named_files))
+    if is_training and not options["check"]:
+        # Hyperparameters can only be checked with those of the fetched run below them.
+        fetch_run(_settle(layers.leave_out(["hparams"]), is_training).config)
+    settled = _settle(layers, is_training)
+    config = settled.config
+    if command == "predict":
+        config = dataclasses.replace(config, limit_eval=None)
+    return Command(
+        command,
+        config,
+        options,
+        [*notes, *settled.notes],
+        settled.run,
+        settled.trained_with,
+        layers.name_callbacks(),
+    )
+
+
+def _settle(layers: Layers, is_training: bool) -> Settled:
+    """Merges the layers with the saved settings of the run that the command uses, if it exists.
+
+    Raises:
+        SetupError: a setting is wrong, or the command needs a run and there is none.
+    """
+    all_layers = [*layers.files, *layers.above]
+    origin = _find_origin(is_training, all_layers)
+    files = layers.files
+    notes: list[str] = []
     trained_with = DEFAULT
     if origin is not None:
         saved = read_run_settings(origin.run)
-        notes += _describe_saved(origin, saved, [*files, *above])
+        notes += _describe_saved(origin, saved, all_layers)
         trained_with = str(saved.values.get("callbacks", DEFAULT))
         inherited = saved.leave_out(_list_not_inherited(is_training, origin))
-        if is_training and not named_files:
-            notes += _describe_differences(origin, inherited, files[0], above)
-        files = [inherited, *files] if named_files else [*files, inherited]
-
-    config = resolve(files, above)
+        if is_training and not layers.is_named:
+            notes += _describe_differences(origin, inherited, files[0], layers.above)
+        files = [inherited, *files] if layers.is_named else [*files, inherited]
+    config = resolve(files, layers.above)
     run = None
     if origin is not None and not origin.is_forked:
         run = origin.run
         config = dataclasses.replace(config, run_name=run.name, runs_dir=str(run.parent))
     config = dataclasses.replace(config, callbacks=relative_path(config.callbacks))
-    if command == "predict":
-        config = dataclasses.replace(config, limit_eval=None)
-    return Command(command, config, options, notes, run, trained_with, names_callbacks)
+    return Settled(config, notes, run, trained_with)
 
 
 def _list_files_of_variable() -> list[str]:
@@ -281,7 +340,7 @@ def _describe_saved(origin: Origin, saved: Layer, others: Sequence[Layer]) -> li
     if not origin.is_forked:
         return notes
     named = {name for layer in others for name in layer.values}
-    for name in _CODE:
+    for name in _NAMED_AGAIN:
         value = saved.values.get(name)
         if value not in (None, DEFAULT) and name not in named:
             notes.append(

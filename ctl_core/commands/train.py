@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ctl_core.build import create_state
+from ctl_core.checkpoint.copying import copy_to_mirror
 from ctl_core.checkpoint.logical_replicas import settle_logical_replicas
+from ctl_core.checkpoint.mirror import fetch_run
 from ctl_core.checkpoint.source import find_start
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import find_task
 from ctl_core.cluster.sync import join_peers
+from ctl_core.compat import describe_untested
 from ctl_core.hooks.callbacks_file import read_hooks_file
 from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State
@@ -31,6 +34,8 @@ def train(
 ) -> State:
     """Trains until ``config.steps`` or ``config.epochs``, from the newest checkpoint if any.
 
+    With ``mirror``, the newest checkpoint may be there.
+
     Args:
         callbacks: a module, or any object, with the hooks as attributes
         go_on: whether to train on in a run that a hook has ended by ``StopTraining``, which
@@ -47,6 +52,19 @@ def train(
         RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
         PeerLost: another process of the cluster is gone.
     """
+    find_task(config)
+    fetch_run(config)
+    return train_here(callbacks, config, go_on, note, listeners)
+
+
+def train_here(
+    callbacks: Any,
+    config: Config,
+    go_on: bool = False,
+    note: str | None = None,
+    listeners: Sequence[Listener] = (),
+) -> State:
+    """Trains a run that was fetched from its mirror, if it has one; see ``train``."""
     task = find_task(config)
     hooks_file = read_hooks_file(callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []
@@ -56,10 +74,13 @@ def train(
     config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
     with (
         open_session(run, console),
+        copy_to_mirror(config, task, run.path, run.listeners, console),
         prepare_process(config),
         join_peers(task),
         Signals(console.say) as signals,
     ):
+        for line in describe_untested():
+            console.say(line)
         state = create_state(callbacks, config, run, console)
         check_losses(state, console)
         trainer = Trainer(state, run, console, signals)

@@ -23,6 +23,7 @@ place to mend.
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
                      _stop_on_empty_dataset, the names of the classes of stages; the tensors and the
                      format of the position of an iterator
+    versions.py      the newest versions that were tested; has no private names
     xla.py           the ops that XLA compiles for a GPU; experimental_get_compiler_ir
 """
 
@@ -90,6 +91,7 @@ from ctl_core.compat.randomness import (
     keep_op_seed,
     name_anew,
 )
+from ctl_core.compat.versions import describe_untested
 from ctl_core.compat.xla import list_gpu_ops, lower
 
 __all__ = [
@@ -101,6 +103,7 @@ __all__ = [
     "convert_variables",
     "count_saved_draws",
     "cut_join",
+    "describe_untested",
     "draw_from",
     "draws_random_numbers",
     "enter_replica_context",

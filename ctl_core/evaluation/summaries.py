@@ -63,6 +63,11 @@ class Summaries(Listener):
             for name, value in values.items():
                 tf.summary.scalar(name, value)
 
+    def saved(self, step: int, path: Path) -> None:
+        """Writes to disk what is buffered, so that files that are copied now have every value."""
+        for writer in self._writers.values():
+            type(writer).flush(writer)  # the method of the object itself does nothing
+
     def end(self, step: int, how: str) -> None:
         """Writes the settings of a run that reported no values, unless it failed."""
         if how != "failed":

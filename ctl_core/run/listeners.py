@@ -53,6 +53,8 @@ class Listener:
     def saved(self, step: int, path: Path) -> None:
         """Is called when a checkpoint is complete, perhaps some steps later.
 
+        No other checkpoint is being written then, so its files are there.
+
         Files that begin with ``path`` hold the objects of ``create_ckpt``. Everything else that a
         run needs to resume is in the folder ``engine`` next to them.
         """

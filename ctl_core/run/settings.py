@@ -44,12 +44,20 @@ def check_path(text: str) -> str:
     return text
 
 
+def check_mirror(text: str) -> str:
+    """Refuses an empty text; anything else is a URL or a path."""
+    if not text.strip():
+        raise ValueError(f"expected a URL or a path, got {quote(text)}.")
+    return text
+
+
 # A value as a source gives it: a number, a text, or lists and dicts of such values.
 SettingValue: TypeAlias = Any
 
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int, Field(ge=1)]
 FilePath = Annotated[str, AfterValidator(check_path)]
+_Place = Annotated[str, AfterValidator(check_mirror)]
 _Period = Count | Annotated[str, Field(pattern=f"^{EPOCHS}$")]
 _PeriodOrTime = Count | Annotated[str, Field(pattern=f"^(?:{TIME}|{EPOCHS})$")]
 _Time = Annotated[str, Field(pattern=f"^{TIME}$")]
@@ -142,6 +150,10 @@ class Config:
     deterministic: bool = declare(False, "bit-identical results from run to run; slower")
     profile: _Steps | None = declare(None, "START:STOP, steps to profile for TensorBoard", "50:60")
     runs_dir: FilePath = declare("runs", "folder of the runs")
+    mirror: _Place | None = declare(
+        None, "URL or path where checkpoints are copied, to outlive this machine", "s3://bucket/x"
+    )
+    mirror_keep: Number = declare(3, "newest checkpoints there; the best one is kept, too")
     callbacks: FilePath = declare("callbacks.py", "Python file with the hooks")
     listener: _Class | None = declare(None, "a class that hears what a run says", "tracker.Tracker")
     debug: bool = declare(False, "show tracebacks and TensorFlow's own messages")

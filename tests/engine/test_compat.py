@@ -3,6 +3,7 @@
 The other names of ``ctl_core/compat`` are held by what trains: see ``make test-compat``.
 """
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,31 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from packaging.requirements import Requirement
 
 from ctl_core import compat
+from ctl_core.compat import versions
 from ctl_core.run.errors import SetupError
+from tests.golden import ROOT
+
+
+def test_bounds_are_the_versions_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyproject.toml allows no newer ones; who installs one is told what allows it."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for requirement in map(Requirement, pyproject["project"]["dependencies"]):
+        name = requirement.name.removesuffix("-cpu")
+        if name in versions.TESTED:
+            major, minor = versions.TESTED[name]
+            assert f"<{major}.{minor + 1}" in str(requirement.specifier).split(",")
+    monkeypatch.setattr(tf, "__version__", "2.21.7")
+    monkeypatch.setattr(keras, "__version__", "3.15.0")
+    assert compat.describe_untested() == []
+    monkeypatch.setattr(tf, "__version__", "2.22.0rc0")
+    monkeypatch.setattr(keras, "__version__", "4.0.0")
+    of_tensorflow, of_keras = compat.describe_untested()
+    assert of_tensorflow.startswith("tensorflow 2.22.0rc0 is newer than 2.21, which")
+    assert "tensorflow<2.23 under dependencies" in of_tensorflow
+    assert of_keras.startswith("keras 4.0.0 is newer than 3.15") and "keras<4.1" in of_keras
 
 
 def test_is_tuned_tells_whether_a_stage_is_tuned() -> None:

@@ -31,8 +31,12 @@ VALUES: dict[str, Any] = {
     "strategy": "mirrored",
     "virtual_devices": 2, "workers": 2, "max_restarts": 0, "deterministic": True,
     "profile": ("50:61", "50:61"), "runs_dir": "else where",
+    "mirror": "else/where", "mirror_keep": 5,
     "callbacks": "b, c.py", "listener": "a.b:C", "debug": True,
 }  # fmt: skip
+
+# The settings without which another one is refused.
+NEEDED = {"init_skip": {"init_from": "m.keras"}, "mirror": {"run_name": "a"}}
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +85,7 @@ def test_the_table_of_sources_has_every_setting() -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_file_environment_and_flags_read_a_setting_alike(name: str) -> None:
-    needed: dict[str, Any] = {"init_from": "m.keras"} if name == "init_skip" else {}
+    needed: dict[str, Any] = NEEDED.get(name, {})
     rest = "".join(f"{other}: {words}\n" for other, words in needed.items())
     text, value = VALUES[name] if isinstance(VALUES[name], tuple) else 2 * (VALUES[name],)
     flag = "--" + name.replace("_", "-") + (f"={text}" if value is not True else "")

@@ -225,9 +225,9 @@ def test_commands_in_a_project(
 
 @pytest.mark.slow
 def test_commands_in_a_shell(tmp_path: Path, environment: dict[str, str]) -> None:
-    """As on a new machine, but that pip only looks whether it could install."""
-    (tmp_path / "pip").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pip "$@" --dry-run\n')
-    (tmp_path / "pip").chmod(0o755)
+    """As on a new machine; uvx runs the cookiecutter that is installed here."""
+    (tmp_path / "uvx").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m "$@"\n')
+    (tmp_path / "uvx").chmod(0o755)
     more = {"HOME": str(tmp_path), "VIRTUAL_ENV": sys.prefix}
     more["PATH"] = f"{tmp_path}:{environment['PATH']}"
     done = subprocess.run(

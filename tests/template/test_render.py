@@ -33,6 +33,7 @@ MARKS = re.compile(r"\{\{|\{%|\{#|cookiecutter\.[a-z_]")
 ALWAYS = """
     callbacks.py config.yaml train.sh tests/test_callbacks.py pyproject.toml README.md
     AGENTS.md SECURITY.md .gitignore .pre-commit-config.yaml .github/workflows/ci.yml
+    .github/workflows/scheduled.yml .github/dependabot.yml
 """
 
 
@@ -113,6 +114,9 @@ def test_pyproject_of_each_project(projects: list[Project]) -> None:
         names = {requirement.name.removesuffix("-skinny") for requirement in needed}
         expected = {TRACKERS[answers["tracker"]]} if answers["tracker"] != "none" else set()
         assert names & {*TRACKERS.values()} == expected
+        # For uv and for pip.
+        assert settings["dependency-groups"] == metadata["optional-dependencies"]
+        assert ("ray" in settings["dependency-groups"]) == (answers["launch"] in ("ray", "all"))
         tool = settings["tool"]
         project_files = {"callbacks.py", "config.yaml"}
         if answers["tracker"] != "none":

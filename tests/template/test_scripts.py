@@ -56,6 +56,44 @@ def test_the_range_is_what_tensorflow_and_keras_allow(pythons: dict[str, Any]) -
         assert all(f"{version}.0" in allowed for version in pythons["allowed"]())
 
 
+def test_workflows_pin_actions_and_have_few_rights(digits: Path) -> None:
+    """Those of a project pin the same ones, so that a test fails where only one of them is new."""
+    pinned: dict[Path, set[str]] = {}
+    for root in (ROOT, digits):
+        assert yaml.safe_load((root / ".github/dependabot.yml").read_text())["version"] == 2
+        pinned[root] = set()
+        for file in (root / ".github" / "workflows").glob("*.yml"):
+            pinned[root] |= set(re.findall(r"uses: (.+)", file.read_text()))
+            workflow = yaml.safe_load(file.read_text())
+            assert workflow["permissions"] == {"contents": "read"}
+            for name, job in workflow["jobs"].items():
+                rights = {"issues": "write"} if name == "report" else None
+                assert job.get("permissions") == rights and job["timeout-minutes"]
+                for step in job["steps"]:
+                    if "checkout" in step.get("uses", ""):
+                        assert step["with"] == {"persist-credentials": False}
+    assert pinned[ROOT] == pinned[digits]
+    for action in pinned[ROOT]:
+        assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40} # v[\d.]+", action)
+
+
+def test_weekly_tests_are_on_here_and_off_in_a_project(digits: Path) -> None:
+    """They test what `make` has targets for, and open an issue with the right of that job."""
+    here, there = (
+        yaml.safe_load((root / ".github" / "workflows" / "scheduled.yml").read_text())
+        for root in (ROOT, digits)
+    )
+    assert [*here[True]] == ["schedule", "workflow_dispatch"]  # YAML reads `on` as true
+    assert [*there[True]] == ["workflow_dispatch"]
+    for workflow in (here, there):
+        report = workflow["jobs"]["report"]
+        assert report["needs"] == [name for name in workflow["jobs"] if name != "report"]
+        (step,) = report["steps"]
+        assert (
+            step["env"] == {"GH_TOKEN": "${{ github.token }}"} and "gh issue create" in step["run"]
+        )
+
+
 def test_everything_says_the_same_range(pythons: dict[str, Any], digits: Path) -> None:
     oldest, *_, newest = pythons["allowed"]()
     assert f">={oldest},<3.{int(newest[2:]) + 1}" == NEEDED  # as the Makefile reads it
@@ -69,5 +107,6 @@ def test_everything_says_the_same_range(pythons: dict[str, Any], digits: Path) -
         assert project["project"]["requires-python"] == NEEDED
         assert "target-version" not in project["tool"]["ruff"]  # then it is requires-python's
     workflow = yaml.safe_load((digits / ".github" / "workflows" / "ci.yml").read_text())
-    (setup,) = [step["with"] for step in workflow["jobs"]["test"]["steps"] if "with" in step]
+    steps = workflow["jobs"]["test"]["steps"]
+    (setup,) = [step["with"] for step in steps if "setup-python" in step.get("uses", "")]
     assert setup["python-version-file"] == "pyproject.toml" and "python-version" not in setup

@@ -183,7 +183,7 @@ def test_uv_is_used_when_there(place: Place) -> None:
     """It installs again when uv.lock changes, as when a colleague has committed another one."""
     (place.tools / "uv").symlink_to(place.stand_in)
     making = ["venv", "--quiet", "--seed", "--clear", ".venv"]
-    installation = ["sync", "--inexact", "--quiet"]
+    installation = ["sync", "--inexact", "--no-dev", "--quiet"]
     for expected in ([making, installation], [], [installation], []):
         assert place.train()[0] == 0
         assert place.calls() == [*expected, training()]

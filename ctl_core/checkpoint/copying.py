@@ -1,0 +1,231 @@
+"""Copies each checkpoint to the mirror while training goes on, in a thread; mirror.py copies.
+
+A mirror that fails never ends a training. What is missing there is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ctl_core.checkpoint.mirror import STAGING, Mirror
+from ctl_core.checkpoint.record import (
+    Damaged,
+    copy_checkpoint,
+    find_best_step,
+    list_files,
+    list_saved_steps,
+    read_complete_records,
+    read_record,
+)
+from ctl_core.cluster.task import Task
+from ctl_core.run.console import Console
+from ctl_core.run.errors import format_error
+from ctl_core.run.files import remove
+from ctl_core.run.listeners import Listener, Listeners
+from ctl_core.run.settings import Config
+
+# When the end of a run has to wait for the mirror, a line says so after this time (seconds), and
+# another one says how far it is after each such interval.
+PATIENCE = 1.0
+INTERVAL = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedCheckpoint:
+    """A checkpoint that is to be copied.
+
+    Attributes:
+        step: its step
+        best: the step of the best checkpoint, or -1
+        folder: holds links to the files of both, so that they stay when the run deletes them
+        is_new: whether it was saved just now; otherwise, the mirror may have it already
+    """
+
+    step: int
+    best: int
+    folder: Path
+    is_new: bool
+
+    def measure(self) -> int:
+        """Returns the size of the checkpoint in bytes."""
+        return sum(path.stat().st_size for path in list_files(self.folder / "newest", self.step))
+
+
+class Copier(Listener):
+    """Copies checkpoints to the mirror, one at a time.
+
+    If training saves faster than the mirror takes, the newest checkpoint takes the place of the one
+    that waits to be copied.
+    """
+
+    def __init__(self, mirror: Mirror, run: Path, console: Console) -> None:
+        self._mirror = mirror
+        self._run = run
+        self._console = console
+        self._condition = threading.Condition()  # guards the next three
+        self._waiting: StagedCheckpoint | None = None
+        self._current: StagedCheckpoint | None = None
+        self._is_closing = False
+        self._last_step = -1
+        self._missing = 0
+        self._causes: set[str] = set()
+        # Does not keep the process from ending, if Ctrl-C leaves a copy.
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        remove(run / STAGING)
+        self._thread.start()
+
+    def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
+        """Copies the checkpoint that a run resumes from, if the mirror lacks it."""
+        self._copy_last()
+
+    def saved(self, step: int, path: Path) -> None:
+        """Copies a checkpoint that is complete now."""
+        self._stage(step, is_new=True)
+
+    def finish(self) -> None:
+        """Waits until the mirror has the last checkpoint; Ctrl-C leaves the copy as it is."""
+        self._copy_last()
+        try:
+            self._wait()
+        except KeyboardInterrupt:
+            self._console.warn(
+                f"mirror: the copy to {self._mirror.shown} was interrupted; its earlier "
+                "checkpoints are whole."
+            )
+        if not self._thread.is_alive():
+            remove(self._run / STAGING)
+        if self._missing:
+            self._console.warn(
+                f"mirror: checkpoints that could not be copied to {self._mirror.shown}: "
+                f"{self._missing}."
+            )
+
+    def _copy_last(self) -> None:
+        """Copies the newest checkpoint of the run, if it was not staged and the mirror lacks it."""
+        records = read_complete_records(self._run / "ckpt")
+        step = next((record.step for record in records), -1)
+        if step > self._last_step:
+            self._stage(step, is_new=False)
+
+    def _wait(self) -> None:
+        """Waits until all staged checkpoints are copied; prints how far that is."""
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify()
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            self._console.say(
+                f"mirror: waiting for the copy of step {self._last_step} to {self._mirror.shown}; "
+                "Ctrl-C leaves it."
+            )
+        last_line = time.monotonic()
+        copied_before = self._mirror.copied_bytes
+        while self._thread.is_alive():
+            self._thread.join(0.2)
+            if time.monotonic() - last_line > INTERVAL:
+                last_line = time.monotonic()
+                copied = self._mirror.copied_bytes - copied_before
+                self._console.say(f"mirror: {copied / 1e6:.1f} of {self._measure():.1f} MB")
+
+    def _measure(self) -> float:
+        """Returns the size in MB of the checkpoints that are not copied yet."""
+        with self._condition:
+            staged = [self._current, self._waiting]
+        with contextlib.suppress(OSError):  # one of them was removed just now
+            return sum(checkpoint.measure() for checkpoint in staged if checkpoint) / 1e6
+        return 0.0
+
+    def _stage(self, step: int, is_new: bool) -> None:
+        """Lets a checkpoint wait to be copied."""
+        ckpt = self._run / "ckpt"
+        folder = self._run / STAGING / str(step)
+        self._last_step = step
+        try:
+            remove(folder)
+            copy_checkpoint(ckpt, step, folder / "newest")
+            best = find_best_step(read_record(ckpt, step).progress["best"])
+            if best not in (-1, step) and best in list_saved_steps(ckpt / "best"):
+                copy_checkpoint(ckpt / "best", best, folder / "best")
+        except (OSError, Damaged) as error:
+            self._note_failure(step, error)
+            return
+        with self._condition:
+            replaced = self._waiting
+            self._waiting = StagedCheckpoint(step, best, folder, is_new)
+            self._condition.notify()
+        if replaced is not None:
+            remove(replaced.folder)
+
+    def _work(self) -> None:
+        """Copies what waits, until the run has ended and nothing waits any more."""
+        while True:
+            with self._condition:
+                while self._waiting is None and not self._is_closing:
+                    self._condition.wait()
+                self._current = self._waiting
+                self._waiting = None
+            if self._current is None:
+                return
+            self._copy(self._current)
+
+    def _copy(self, staged: StagedCheckpoint) -> None:
+        """Copies a checkpoint; reports a failure, and training goes on."""
+        try:
+            if staged.is_new or staged.step not in self._mirror.list_steps():
+                self._mirror.copy(staged.folder, staged.step, staged.best)
+        except Exception as error:
+            self._note_failure(staged.step, error)
+        finally:
+            with contextlib.suppress(OSError):
+                remove(staged.folder)
+
+    def _note_failure(self, step: int, error: Exception) -> None:
+        """Counts a checkpoint that the mirror lacks, and warns once of each cause."""
+        self._missing += 1
+        cause = format_error(error)
+        # Not the whole text, which may contain the name of the file.
+        kind = f"{type(error).__name__} {getattr(error, 'errno', None) or cause[:40]}"
+        if kind in self._causes:
+            return
+        self._causes.add(kind)
+        self._console.warn(
+            f"mirror: the checkpoint of step {step} could not be copied to {self._mirror.shown} "
+            f"({cause}); training goes on. Not copied so far: {self._missing}."
+        )
+
+
+@contextlib.contextmanager
+def copy_to_mirror(
+    config: Config, task: Task, run: Path, listeners: Listeners, console: Console
+) -> Iterator[None]:
+    """Copies the checkpoints of a training to its mirror, if it has one; the chief does.
+
+    When training has ended or failed, the context waits for the last copy. It does not if training
+    was interrupted.
+
+    Args:
+        config: the settings
+        task: this process in its cluster
+        run: the folder of the run
+        listeners: of the run, which tell of its checkpoints
+        console: prints what happens to the copies
+    """
+    if config.mirror is None or not task.chief:
+        yield
+        return
+    copier = Copier(Mirror(config), run, console)
+    listeners.candidates.append(copier)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        copier.finish()
+        raise
+    copier.finish()

@@ -1,0 +1,373 @@
+"""Copies a run to the mirror and fetches it from there, so that it outlives the machine.
+
+A mirror is a folder or a bucket that the setting ``mirror`` names. The copy of a run in it,
+MIRROR/NAME, has the layout of the run's folder:
+
+    config.yaml, callbacks.py, metrics.jsonl
+    tb/, tb/train/, tb/eval/            the event files of TensorBoard
+    ckpt/, ckpt/engine/                 the newest checkpoints, and the best one
+
+The rules are those of checkpoints.py: the record of a checkpoint is written last and removed first,
+so that a checkpoint that was only partly copied does not count. This holds on both sides.
+
+copying.py decides when a checkpoint is copied. TensorFlow is not imported here, since a run is
+fetched before its settings are known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from ctl_core.checkpoint.record import (
+    Damaged,
+    Record,
+    find_best_step,
+    group_by_step,
+    list_files,
+    list_names,
+    list_saved_steps,
+    read_complete_records,
+    read_record,
+)
+from ctl_core.checkpoint.stores import FolderStore, open_store
+from ctl_core.cluster.task import read_task, wait_for_chief
+from ctl_core.run.errors import SetupError, format_error
+from ctl_core.run.files import (
+    atomic_write,
+    flush_to_disk,
+    is_run_locked,
+    lock_run,
+    relative_path,
+    release_run,
+    remove,
+)
+from ctl_core.run.settings import Config
+
+# The folder in a run's folder where files wait to be copied, or to be put in their places.
+STAGING = "mirror.tmp"
+# Files of a run, and folders with event files, that are copied along with a checkpoint.
+_FILES = ("config.yaml", "callbacks.py", "metrics.jsonl")
+_EVENT_FOLDERS = ("tb", "tb/train", "tb/eval")
+_EVENT_FILE = re.compile(r"events\.out\.tfevents\.[\w.-]+")
+
+
+class Mirror:
+    """The copy of a run in a mirror.
+
+    Attributes:
+        shown: its address, for messages
+        copied_bytes: the size of all files that were copied to it so far
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Opens the mirror that the settings name.
+
+        Raises:
+            SetupError: the mirror cannot be used, or is the folder of the run itself.
+        """
+        assert config.mirror is not None
+        if config.run_name is None:
+            raise SetupError(
+                f"mirror: {config.mirror} needs run_name, by which a run is found there again: "
+                "--run-name NAME."
+            )
+        self._run = Path(config.runs_dir, config.run_name).absolute()
+        self._store = open_store(config.mirror, config.run_name)
+        self._keep = config.mirror_keep
+        self.shown = f"{config.mirror.rstrip('/')}/{config.run_name}"
+        self.copied_bytes = 0
+        # The time and the size of each file when it was copied along last.
+        self._copied_along: dict[str, tuple[int, int]] = {}
+        if isinstance(self._store, FolderStore) and (
+            self._store.root.resolve() == self._run.resolve()
+        ):
+            raise SetupError(f"mirror: {config.mirror} is runs_dir itself; choose another place.")
+
+    # ---- Fetching -------------------------------------------------------------------------------
+
+    def list_steps(self) -> list[int]:
+        """Returns the steps of the checkpoints in the mirror that have a record, newest first."""
+        return _list_recorded(self._list_checkpoints())
+
+    def fetch(self, newer_than: int) -> int | None:
+        """Fetches the newest complete checkpoint, and the other files of the run.
+
+        No file is put in its place before all of them are here.
+
+        Args:
+            newer_than: the step of the run's own newest checkpoint, or -1. Older ones in the mirror
+                are not fetched.
+
+        Returns:
+            The step of the fetched checkpoint; None if none is complete and newer.
+
+        Raises:
+            OSError: the mirror cannot be read, or this disk cannot be written.
+            SetupError: another version of the engine wrote the checkpoint.
+        """
+        files = self._list_checkpoints()
+        folder = self._run / STAGING
+        for step in _list_recorded(files):
+            if step <= newer_than:
+                break
+            _print(f"mirror: fetching the checkpoint of step {step} from {self.shown}")
+            remove(folder)
+            try:
+                record = self._download_checkpoint(files[step], step, folder / "ckpt")
+                self._download_best(files, record, folder / "ckpt" / "best")
+                self._download_along(folder)
+                _put_in_place(folder, step, self._run)
+                return step
+            except (Damaged, FileNotFoundError) as error:
+                _print(
+                    f"warning: mirror: the checkpoint of step {step} in {self.shown} is damaged "
+                    f"({format_error(error, 160).removeprefix('Damaged: ')})"
+                )
+            except SetupError as error:
+                raise SetupError(
+                    f"mirror: the checkpoint of step {step} in {self.shown} was written by a "
+                    "version of ctl_core from which this one cannot resume; choose another "
+                    "run_name."
+                ) from error
+            finally:
+                remove(folder)
+        return None
+
+    def _list_checkpoints(self) -> dict[int, list[str]]:
+        """Returns the files in the mirror that have the names of files of checkpoints, by step.
+
+        Other names are left out, so nothing is ever written outside of a run's folder.
+        """
+        return group_by_step(self._store.list_names("ckpt"), self._store.list_names("ckpt/engine"))
+
+    def _download_checkpoint(self, paths: Sequence[str], step: int, target: Path) -> Record:
+        """Downloads a checkpoint to a new folder, and checks that it is complete.
+
+        Raises:
+            Damaged, FileNotFoundError: it is not.
+        """
+        (target / "engine").mkdir(parents=True)
+        for path in paths:
+            self._store.download(f"ckpt/{path}", target / path)
+        return read_record(target, step)
+
+    def _download_best(self, files: dict[int, list[str]], record: Record, target: Path) -> None:
+        """Downloads the best checkpoint, unless it is the newest, to a new folder.
+
+        A run can be resumed without it, so a damaged one is left out.
+        """
+        best = find_best_step(record.progress["best"])
+        if best == record.step or best not in files:
+            return
+        try:
+            self._download_checkpoint(files[best], best, target)
+        except (Damaged, FileNotFoundError):
+            remove(target)
+
+    def _download_along(self, target: Path) -> None:
+        """Downloads the settings, the hooks, the metrics and the event files."""
+        names = self._store.list_names("")
+        for name in _FILES:
+            if name in names:
+                self._store.download(name, target / name)
+        for folder in _EVENT_FOLDERS:
+            (target / folder).mkdir(exist_ok=True)
+            for name in self._store.list_names(folder):
+                if _EVENT_FILE.fullmatch(name):
+                    self._store.download(f"{folder}/{name}", target / folder / name)
+
+    # ---- Copying --------------------------------------------------------------------------------
+
+    def copy(self, folder: Path, step: int, best: int) -> None:
+        """Copies a checkpoint and the other files of the run; removes old checkpoints there.
+
+        Checkpoints of later steps are removed, too: the run has started again from an earlier step,
+        and a run that is fetched must never continue from them.
+
+        Args:
+            folder: contains the checkpoint in ``newest``, and possibly the best one in ``best``.
+                Further files may be written there.
+            step: the step of the checkpoint
+            best: the step of the best checkpoint, or -1
+
+        Raises:
+            OSError: a file cannot be copied. The mirror then has its earlier checkpoints, and
+                possibly the new one.
+        """
+        files = self._list_checkpoints()
+        for later in [other for other in files if other > step]:
+            self._remove(files.pop(later))
+        self._copy_along(folder)
+        if best not in _list_recorded(files) and list_saved_steps(folder / "best") == [best]:
+            self._upload(folder / "best", best, files.get(best, []))
+        self._upload(folder / "newest", step, files.get(step, []))
+        files = self._list_checkpoints()
+        kept = {best, *_list_recorded(files)[: self._keep]}
+        for old in files.keys() - kept:
+            self._remove(files[old])
+
+    def _upload(self, folder: Path, step: int, replaced: Sequence[str]) -> None:
+        """Uploads a checkpoint, in place of files that the mirror has of the same step."""
+        self._remove(replaced)
+        for path in list_files(folder, step):
+            self._store.upload(path, f"ckpt/{path.relative_to(folder).as_posix()}")
+            self.copied_bytes += path.stat().st_size
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        """Removes the files of a checkpoint, the record first."""
+        for path in reversed(paths):
+            self._store.remove(f"ckpt/{path}")
+
+    def _copy_along(self, folder: Path) -> None:
+        """Uploads the settings, the hooks, the metrics and the event files that have changed.
+
+        The run appends to some of them meanwhile, so a copy of each is uploaded.
+        """
+        paths = list(_FILES)
+        for place in _EVENT_FOLDERS:
+            names = list_names(self._run / place)
+            paths += [f"{place}/{name}" for name in names if _EVENT_FILE.fullmatch(name)]
+        for path in paths:
+            source = self._run / path
+            if not source.is_file():
+                continue
+            status = source.stat()
+            state = (status.st_mtime_ns, status.st_size)
+            if self._copied_along.get(path) == state:
+                continue
+            copy = folder / "along"
+            shutil.copyfile(source, copy)
+            self._store.upload(copy, path)
+            self._copied_along[path] = state
+
+
+def _list_recorded(files: dict[int, list[str]]) -> list[int]:
+    """Returns the steps of the checkpoints that have a record, newest first."""
+    steps = [step for step, paths in files.items() if f"engine/ckpt-{step}.json" in paths]
+    return sorted(steps, reverse=True)
+
+
+def _put_in_place(folder: Path, step: int, run: Path) -> None:
+    """Moves fetched files to the folder of a run, the record last.
+
+    Args:
+        folder: the folder with the fetched files
+        step: the step of the fetched checkpoint
+        run: the folder of the run
+    """
+    ckpt = run / "ckpt"
+    for path in reversed(list_files(ckpt, step)):  # left by a kill, or damaged
+        path.unlink()
+    best = folder / "ckpt" / "best"
+    if best.is_dir():
+        flush_to_disk(*(path for path in best.rglob("*") if path.is_file()))
+        remove(ckpt / "best")
+        ckpt.mkdir(exist_ok=True)
+        os.replace(best, ckpt / "best")
+    along = [folder / name for name in _FILES if (folder / name).is_file()]
+    along += [path for place in _EVENT_FOLDERS for path in (folder / place).glob("events.*")]
+    *files, record = list_files(folder / "ckpt", step)
+    for source in [*along, *files]:
+        _move(source, run / source.relative_to(folder))
+    _write_list(ckpt)
+    flush_to_disk(ckpt, ckpt / "engine", run)
+    _move(record, run / record.relative_to(folder))
+    flush_to_disk(ckpt / "engine")
+
+
+def _move(source: Path, target: Path) -> None:
+    """Moves a file to its place, once its content is on the disk."""
+    flush_to_disk(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(source, target)
+
+
+def _write_list(folder: Path) -> None:
+    """Writes the file ``checkpoint``, in which TensorFlow's manager lists its checkpoints.
+
+    Otherwise the manager would never delete those that were fetched.
+    """
+    files = group_by_step(list_names(folder), ())
+    names = [name for step in sorted(files) for name in files[step] if name.endswith(".index")]
+    prefixes = [json.dumps(name.removesuffix(".index")) for name in names]
+    times = [(folder / name).stat().st_mtime for name in names]
+    lines = [f"model_checkpoint_path: {prefixes[-1]}"]
+    lines += [f"all_model_checkpoint_paths: {prefix}" for prefix in prefixes]
+    lines += [f"all_model_checkpoint_timestamps: {seconds}" for seconds in times]
+    with atomic_write(folder / "checkpoint") as temporary:
+        temporary.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def fetch_run(config: Config) -> None:
+    """Fetches the run that the settings name, if the mirror has a newer checkpoint of it.
+
+    In a cluster, the chief fetches, and the other processes wait until it has. The supervisor of
+    ``--workers`` fetches before it starts its workers.
+
+    Raises:
+        SetupError: the run has no checkpoint here, and the mirror cannot be read, or none of its
+            checkpoints is complete. To start from scratch would replace them.
+        PeerLost: the chief does not answer.
+    """
+    if config.mirror is None:
+        return
+    mirror = Mirror(config)
+    task = read_task(config)
+    if task.kind != "worker" or task.shares_gpus:
+        return
+    run = Path(config.runs_dir, str(config.run_name)).absolute()
+    if not task.chief:
+        wait_for_chief(task, lambda: _measure(run / STAGING))
+        return
+    local_step = next((record.step for record in read_complete_records(run / "ckpt")), -1)
+    try:
+        steps = mirror.list_steps()
+        if not steps:
+            _print(f"mirror: {mirror.shown} has no checkpoint yet")
+        elif steps[0] > local_step and not is_run_locked(run):
+            _fetch_locked(mirror, run, local_step)
+    except OSError as error:
+        problem = f"mirror: {mirror.shown} cannot be fetched: {format_error(error)}"
+        if local_step < 0:
+            raise SetupError(
+                f"{problem}; to start from scratch, leave out mirror or choose another run_name."
+            ) from error
+        _print(f"warning: {problem}; the run resumes from its own checkpoint of step {local_step}")
+
+
+def _fetch_locked(mirror: Mirror, run: Path, local_step: int) -> None:
+    """Fetches a run, while no other process may train it.
+
+    Raises:
+        SetupError: the run has no checkpoint here, and none in the mirror is complete.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    lock = lock_run(run)
+    if lock is None:  # the start of this training will be refused
+        return
+    try:
+        fetched = mirror.fetch(local_step)
+    finally:
+        release_run(run, lock)
+    if fetched is None and local_step < 0:
+        raise SetupError(
+            f"mirror: {mirror.shown} has checkpoints, but none of them is whole; to start over, "
+            "choose another run_name or remove them."
+        )
+    if fetched is not None:
+        _print(f"mirror: the checkpoint of step {fetched} is in {relative_path(run)}")
+
+
+def _measure(folder: Path) -> int:
+    """Returns the size of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _print(text: str) -> None:
+    """Prints a line at once; there is no console yet."""
+    print(text, flush=True)

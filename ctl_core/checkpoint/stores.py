@@ -1,0 +1,179 @@
+"""Moves files to and from the place where a mirror is: a folder, or a bucket in a cloud.
+
+Which files these are, and in which order they are moved, is decided in mirror.py.
+
+Folders need no further package. Buckets are reached by ``fsspec``, which is imported only if the
+setting ``mirror`` names one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from ctl_core.checkpoint.record import list_names
+from ctl_core.run.errors import SetupError, format_error
+from ctl_core.run.files import flush_to_disk
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+# Stores that have no folders. To create one there would create the bucket.
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+
+
+class Store(Protocol):
+    """A place for files. All paths are relative to the place, with slashes.
+
+    Every method raises an OSError if the place cannot be reached, is full, or denies access.
+    """
+
+    def list_names(self, folder: str) -> list[str]:
+        """Returns the names of the files in a folder; none if it does not exist."""
+
+    def download(self, path: str, target: Path) -> None:
+        """Copies a file to this machine; raises FileNotFoundError if it does not exist."""
+
+    def upload(self, source: Path, path: str) -> None:
+        """Copies a file of this machine, and replaces a file that is there."""
+
+    def remove(self, path: str) -> None:
+        """Removes a file; does nothing if it does not exist."""
+
+
+class FolderStore:
+    """A folder in the file system of this machine.
+
+    Attributes:
+        root: the folder
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def list_names(self, folder: str) -> list[str]:
+        """Returns the names in a folder; none if it does not exist."""
+        return list_names(self.root / folder)
+
+    def download(self, path: str, target: Path) -> None:
+        """Copies a file out of the folder."""
+        shutil.copyfile(self.root / path, target)
+
+    def upload(self, source: Path, path: str) -> None:
+        """Copies a file into the folder; a kill leaves the whole file or none."""
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Always the same name, so that kills leave one such file at most.
+        temporary = self.root / "upload.tmp"
+        shutil.copyfile(source, temporary)
+        flush_to_disk(temporary)
+        os.replace(temporary, target)
+        flush_to_disk(target.parent)
+
+    def remove(self, path: str) -> None:
+        """Removes a file."""
+        (self.root / path).unlink(missing_ok=True)
+
+
+class FsspecStore:
+    """A place that ``fsspec`` can reach, such as a bucket.
+
+    Credentials and options come from the environment, as the tools of each cloud read them.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Connects to a URL.
+
+        Raises:
+            SetupError: the package for this kind of URL is not installed, or there is none.
+        """
+        try:
+            import fsspec
+        except ImportError as error:
+            raise SetupError(
+                f"mirror: {url} needs fsspec, and a package for this kind of URL, such as s3fs or "
+                "gcsfs: python -m pip install fsspec s3fs"
+            ) from error
+        self._has_folders = url.partition(":")[0] not in _BUCKETS
+        self._files: Any
+        self._root: str
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise SetupError(f"mirror: {url} cannot be used: {format_error(error)}") from error
+
+    def list_names(self, folder: str) -> list[str]:
+        """Returns the names in a folder, as they are now; none if it does not exist."""
+        with _raise_os_errors():
+            self._files.invalidate_cache()
+            try:
+                paths = self._files.ls(self._locate(folder), detail=False)
+            except FileNotFoundError:
+                return []
+        return [path.rstrip("/").rpartition("/")[2] for path in paths]
+
+    def download(self, path: str, target: Path) -> None:
+        """Copies a file to this machine."""
+        with _raise_os_errors():
+            self._files.get_file(self._locate(path), str(target))
+
+    def upload(self, source: Path, path: str) -> None:
+        """Copies a file of this machine."""
+        with _raise_os_errors():
+            if self._has_folders:
+                self._files.makedirs(self._locate(path).rpartition("/")[0], exist_ok=True)
+            self._files.put_file(str(source), self._locate(path))
+
+    def remove(self, path: str) -> None:
+        """Removes a file."""
+        with _raise_os_errors(), contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._locate(path))
+
+    def _locate(self, path: str) -> str:
+        """Returns a path as the file system of ``fsspec`` has it."""
+        return f"{self._root.rstrip('/')}/{path}".rstrip("/")
+
+
+@contextlib.contextmanager
+def _raise_os_errors() -> Iterator[None]:
+    """Turns the exceptions of a cloud's own package, which may be of any class, into OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(format_error(error)) from error
+
+
+def find_local_path(mirror: str) -> Path | None:
+    """Returns the folder that a path or a URL such as ``file:///data`` names; None for others."""
+    path = mirror.removeprefix("file://")
+    if _SCHEME.match(path):
+        return None
+    return Path(path).absolute()
+
+
+def locate_mirror(mirror: str | None, folder: Path) -> str | None:
+    """Returns the setting ``mirror``, with a path that is relative to a folder made absolute."""
+    if mirror is None or find_local_path(mirror) is None:
+        return mirror
+    return str(folder / mirror.removeprefix("file://"))
+
+
+def open_store(mirror: str, name: str) -> Store:
+    """Opens the place for a run.
+
+    Args:
+        mirror: the setting
+        name: the name of the run, which becomes the last part of the path
+
+    Raises:
+        SetupError: a package is missing, or no package knows this kind of URL.
+    """
+    folder = find_local_path(mirror)
+    if folder is not None:
+        return FolderStore(folder / name)
+    return FsspecStore(f"{mirror.rstrip('/')}/{name}")

@@ -1,0 +1,32 @@
+"""The newest versions of TensorFlow and Keras that the tests of this engine have passed with."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import tensorflow as tf
+
+# The dependencies in pyproject.toml allow no newer ones.
+TESTED = {"tensorflow": (2, 21), "keras": (3, 15)}
+
+
+def describe_untested() -> list[str]:
+    """Returns a line for each package that is newer than what this engine was tested with.
+
+    A newer version may have changed a private name. The line says how to find out, and which bound
+    in pyproject.toml allows the version.
+    """
+    lines = []
+    for package, version in (("tensorflow", tf.__version__), ("keras", keras.__version__)):
+        major, minor = TESTED[package]
+        match = re.match(r"(\d+)\.(\d+)", version)
+        assert match is not None
+        if (int(match[1]), int(match[2])) <= (major, minor):
+            continue
+        lines.append(
+            f"{package} {version} is newer than {major}.{minor}, which this engine was tested "
+            "with; training continues. Compare weights with pytest tests/engine. In pyproject.toml,"
+            f" the bound {package}<{match[1]}.{int(match[2]) + 1} under dependencies allows it."
+        )
+    return lines

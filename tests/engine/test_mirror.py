@@ -1,0 +1,645 @@
+"""A mirror: a run outlives its machine, whatever breaks while it is copied or fetched."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core.checkpoint import copying, mirror, record, stores
+from ctl_core.checkpoint.mirror import Mirror, fetch_run
+from ctl_core.checkpoint.record import copy_checkpoint, is_whole, list_files, list_saved_steps
+from ctl_core.commands.cli import parse_command
+from ctl_core.run.console import Console
+from ctl_core.run.errors import SetupError
+from ctl_core.run.settings import Config
+from tests.golden import engine, small
+from tests.golden.compare import read_checkpoint
+from tests.helpers.cases import make_hooks
+from tests.helpers.project import EVALUATED, Cli, refused
+from tests.helpers.run_folders import write_checkpoint
+
+CONFIG = Config(run_name="a", runs_dir="runs", mirror="there", batch_size=8)
+
+
+class Killed(BaseException):
+    """Stands for a kill, which no handler of an Exception catches."""
+
+
+class Fuse:
+    """Lets some operations pass, and kills at the next one."""
+
+    def __init__(self, operations: int) -> None:
+        self.left = operations
+
+    def burn(self) -> None:
+        if self.left == 0:
+            raise Killed
+        self.left -= 1
+
+    def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*values: Any) -> Any:
+            self.burn()
+            return function(*values)
+
+        return guarded
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here survives a power cut, and each flush takes milliseconds."""
+    for module in (stores, mirror, record):
+        monkeypatch.setattr(module, "flush_to_disk", lambda *paths: None)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, where runs/a is trained and copied to there/a."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def save(step: int, best: int = -1) -> None:
+    """Writes a checkpoint of the run, as training does; its files name the step."""
+    ckpt = Path("runs/a/ckpt")
+    write_checkpoint(ckpt, step, best)
+    for path in (ckpt / f"ckpt-{step}.index", ckpt / "engine" / f"input-{step}.index"):
+        path.write_text(f"{step:05}")  # as long as the file in its place
+    Path("runs/a/metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+    if best == step:
+        shutil.rmtree(ckpt / "best", ignore_errors=True)
+        copy_checkpoint(ckpt, step, ckpt / "best")
+
+
+def copy(step: int, best: int = -1) -> None:
+    """Copies a checkpoint of the run, and the best one."""
+    staged = Path("staged")
+    shutil.rmtree(staged, ignore_errors=True)
+    copy_checkpoint(Path("runs/a/ckpt"), step, staged / "newest")
+    if best not in (-1, step):
+        copy_checkpoint(Path("runs/a/ckpt/best"), best, staged / "best")
+    Mirror(CONFIG).copy(staged, step, best)
+
+
+def read_files(folder: Path, step: int) -> dict[str, bytes]:
+    """Returns the files of a checkpoint by their paths."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in list_files(folder, step)}
+
+
+def lose_machine() -> None:
+    shutil.rmtree("runs")
+
+
+def fetch() -> int | None:
+    """Fetches on another machine; returns the step, of which everything has to be there."""
+    lose_machine()
+    Path("runs/a").mkdir(parents=True)
+    step = Mirror(CONFIG).fetch(-1)
+    assert not Path("runs/a", mirror.STAGING).exists()
+    if step is not None:
+        assert is_whole(Path("runs/a/ckpt"), step)
+        assert Path("runs/a/ckpt", f"ckpt-{step}.index").read_text() == f"{step:05}"
+        assert Path("runs/a/ckpt/engine", f"input-{step}.index").read_text() == f"{step:05}"
+    return step
+
+
+# ---- What is copied and fetched -----------------------------------------------------------------
+
+
+def test_newest_checkpoints_and_the_best_one_are_kept(place: Path) -> None:
+    for step in range(1, 7):
+        save(step, best=min(step, 2))
+        copy(step, best=min(step, 2))
+    assert list_saved_steps(Path("there/a/ckpt")) == [6, 5, 4, 2]
+    assert not [path for path in Path("there/a/ckpt").rglob("*-3*")]
+    assert fetch() == 6
+    assert list_saved_steps(Path("runs/a/ckpt/best")) == [2]
+    assert is_whole(Path("runs/a/ckpt/best"), 2)
+    assert list_saved_steps(Path("runs/a/ckpt")) == [6]
+    state = tf.train.get_checkpoint_state("runs/a/ckpt")
+    assert [Path(path).name for path in state.all_model_checkpoint_paths] == ["ckpt-6"]
+
+
+def test_best_one_is_copied_if_its_own_copy_has_failed(place: Path) -> None:
+    save(1, best=1)
+    save(2, best=1)
+    copy(2, best=1)
+    assert list_saved_steps(Path("there/a/ckpt")) == [2, 1]
+
+
+def test_later_steps_of_an_abandoned_past_are_removed(place: Path) -> None:
+    """A run that began again from an earlier step must not go on from them."""
+    for step in (1, 2, 3):
+        save(step)
+        copy(step)
+    save(2)
+    copy(2)
+    assert list_saved_steps(Path("there/a/ckpt")) == [2, 1]
+    assert fetch() == 2
+
+
+def test_damaged_checkpoint_gives_way_to_the_one_before(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        save(step)
+        copy(step)
+    Path("there/a/ckpt/engine/ckpt-3.index").write_bytes(b"cut")
+    Path("there/a/ckpt/engine/ckpt-2.json").write_text("{")
+    assert fetch() == 1
+    printed = capsys.readouterr().out
+    assert "step 3 in there/a is damaged (a file of it is not whole)" in printed
+    assert "step 2 in there/a is damaged (its record cannot be read)" in printed
+    Path("there/a/ckpt/ckpt-1.index").unlink()
+    lose_machine()
+    with pytest.raises(SetupError, match=r"there/a has checkpoints, but none of them is whole"):
+        fetch_run(CONFIG)
+    assert list_saved_steps(Path("runs/a/ckpt")) == []
+
+
+def test_checkpoint_of_another_engine_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(1)
+    copy(1)
+    lose_machine()
+    monkeypatch.setattr(record, "FORMAT", record.FORMAT + 1)
+    with pytest.raises(SetupError, match=r"step 1 in there/a was written by a version of ctl_core"):
+        fetch_run(CONFIG)
+    assert list_saved_steps(Path("runs/a/ckpt")) == []
+
+
+def test_newer_of_the_two_places_is_used(place: Path) -> None:
+    """The mirror's after the run went on elsewhere; the run's own if it is as new, or newer."""
+    save(4)
+    copy(4)
+    lose_machine()
+    save(2)
+    fetch_run(CONFIG)
+    assert list_saved_steps(Path("runs/a/ckpt")) == [4, 2]
+    state = tf.train.get_checkpoint_state("runs/a/ckpt")
+    assert [Path(path).name for path in state.all_model_checkpoint_paths] == ["ckpt-2", "ckpt-4"]
+    Path("runs/a/ckpt/ckpt-4.index").write_text("0wn.5")
+    fetch_run(CONFIG)
+    assert Path("runs/a/ckpt/ckpt-4.index").read_text() == "0wn.5"
+
+
+def test_names_that_the_engine_does_not_write_are_left_alone(place: Path) -> None:
+    save(2)
+    copy(2)
+    there = Path("there/a")
+    for name in ("ckpt/plot-2.png", "ckpt/engine/evil.py", "tb/train/evil.py", "evil.py"):
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_text("")
+    assert fetch() == 2
+    assert not [path for path in place.rglob("*") if path.name in ("evil.py", "plot-2.png")
+                and "there" not in path.parts]  # fmt: skip
+    assert (there / "ckpt/plot-2.png").exists()
+
+
+def test_names_of_a_bucket_that_lead_elsewhere_are_left_out(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(2)
+    copy(2)
+    names = ["../../../evil-2.index", "..\\evil-2.index", "/evil-2.index"]
+    listed = stores.FolderStore.list_names
+    monkeypatch.setattr(
+        stores.FolderStore, "list_names", lambda store, folder: [*listed(store, folder), *names]
+    )
+    assert fetch() == 2
+
+
+# ---- Kills --------------------------------------------------------------------------------------
+
+
+def cut_copying(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Copies until the fuse is burnt; returns whether it was."""
+    with monkeypatch.context() as patch:
+        for name in ("upload", "remove"):
+            function = getattr(stores.FolderStore, name)
+            patch.setattr(stores.FolderStore, name, fuse.guard(function))
+        try:
+            copy(4, best=1)
+        except Killed:
+            return True
+    return False
+
+
+def test_killed_while_it_copies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each operation: what is fetched is the new checkpoint, or the one before."""
+    config = dataclasses.replace(CONFIG, mirror_keep=2)
+    monkeypatch.setattr(sys.modules[__name__], "CONFIG", config)
+    for step in (1, 2, 3):
+        save(step, best=1)
+        copy(step, best=1)
+    save(4, best=1)
+    shutil.copytree("runs", "kept-runs")
+    shutil.copytree("there", "kept")
+    fetched = list[int | None]()
+    while True:
+        for name in ("there", "runs"):
+            shutil.rmtree(name)
+        shutil.copytree("kept", "there")
+        shutil.copytree("kept-runs", "runs")
+        was_cut = cut_copying(Fuse(len(fetched)), monkeypatch)
+        fetched.append(fetch())
+        if not was_cut:
+            break
+    assert fetched == [3] * fetched.count(3) + [4] * fetched.count(4)
+    assert fetched.count(3) > 5 and fetched.count(4) > 2
+    assert list_saved_steps(Path("there/a/ckpt")) == [4, 3, 1]
+
+
+def test_killed_while_it_fetches(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each operation: no checkpoint, or a whole one; the next start fetches it."""
+    for step in (1, 2):
+        save(step, best=1)
+        copy(step, best=1)
+    expected = read_files(Path("there/a/ckpt"), 2)
+    was_cut = True
+    operations = 0
+    while was_cut:
+        shutil.rmtree("runs")
+        Path("runs/a").mkdir(parents=True)
+        fuse = Fuse(operations)
+        with monkeypatch.context() as patch:
+            patch.setattr(stores.FolderStore, "download", fuse.guard(stores.FolderStore.download))
+            patch.setattr(mirror, "_move", fuse.guard(mirror._move))
+            patch.setattr(mirror, "_write_list", fuse.guard(mirror._write_list))
+            patch.setattr(mirror, "remove", lambda path: None)  # as nothing tidies up after a kill
+            try:
+                assert Mirror(CONFIG).fetch(-1) == 2
+                was_cut = False
+            except (Killed, FileExistsError):
+                was_cut = True
+        ckpt = Path("runs/a/ckpt")
+        assert list_saved_steps(ckpt) == ([] if was_cut else [2])
+        fetch_run(CONFIG)
+        assert list_saved_steps(ckpt) == [2]
+        assert read_files(ckpt, 2) == expected
+        assert list_saved_steps(ckpt / "best") == [1] and is_whole(ckpt / "best", 1)
+        operations += 1
+    assert operations > 15
+
+
+# ---- Whole trainings ----------------------------------------------------------------------------
+
+FLAGS = ["train", "--run-name=a", "--batch-size=16", "--ckpt-every=5", "--eval-every=5"]
+HOOKS = (
+    EVALUATED
+    + """
+
+def look(step, loss):
+    ctl_core.report(step, loss=loss)
+
+
+every_steps = {1: look}
+"""
+)
+
+
+def train(cli: Cli, *flags: str) -> str:
+    """Trains run a; returns what was printed."""
+    outcome = cli(None, *flags, command=FLAGS)
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    return outcome.out
+
+
+def read_values(run: Path, step: int) -> dict[str, np.ndarray]:
+    """Returns all that the checkpoint of a step holds, by name."""
+    return {
+        f"{folder}/{name}": np.asarray(value)
+        for folder in ("", "engine")
+        for name, value in read_checkpoint(run, step, folder).items()
+        if "ITERATOR" not in name
+    }
+
+
+def assert_same_run(run: Path, whole: Path, step: int) -> None:
+    """Compares weights bit for bit, and each line of the metrics."""
+    expected = read_values(whole, step)
+    actual = read_values(run, step)
+    assert expected.keys() == actual.keys() and len(expected) > 3
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
+    assert (run / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+
+
+def read_event_steps(run: Path) -> list[int]:
+    """Returns the steps for which TensorBoard shows a loss, in order."""
+    steps = []
+    for file in (run / "tb/train").glob("events*"):
+        for event in tf.compat.v1.train.summary_iterator(str(file)):
+            steps += [event.step for value in event.summary.value if value.tag == "loss"]
+    return sorted(steps)
+
+
+@pytest.mark.parametrize("kind", small.slow_but("path", of=["path", "file", "fsspec"]))
+def test_run_that_loses_its_machine_is_the_uninterrupted_run(
+    cli: Cli, tmp_path: Path, kind: str
+) -> None:
+    """With its settings and hyperparameters, which no flag repeats; its curves have no hole."""
+    address = {"path": "m", "file": f"file://{tmp_path}/m", "fsspec": f"memory://{tmp_path.name}"}
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    (tmp_path / "config.yaml").write_text(f"mirror: {address[kind]}\nhparams: {{a: 1}}\n")
+    settings = ["--seed", "3", "--keep-best", "loss", "--hparams.a", "2"]
+    out = train(cli, "--steps", "20", "--mirror", "null", *settings)
+    assert "mirror" not in out
+    Path("runs").rename("whole")
+    out = train(cli, "--steps", "10", *settings)
+    assert f"mirror: {address[kind]}/a has no checkpoint yet" in out and "warning" not in out
+    assert not Path("runs/a", mirror.STAGING).exists()
+    lose_machine()
+    out = train(cli, "--steps", "20")
+    assert "fetching the checkpoint of step 10" in out and "resuming at step 10" in out
+    assert "warning" not in out
+    assert_same_run(Path("runs/a"), Path("whole/a"), 20)
+    assert read_event_steps(Path("runs/a")) == list(range(1, 21))
+    config = ctl_core.load_config("runs/a/config.yaml")
+    assert (config.seed, config.keep_best, config.hparams) == (3, "loss", {"a": 2})
+    assert list_saved_steps(Path("runs/a/ckpt/best")) == [20]
+    out = train(cli, "--steps", "20")
+    assert "nothing left to train" in out
+
+
+def test_checkpoint_that_was_not_copied_is_copied_by_the_next_start(
+    cli: Cli, tmp_path: Path
+) -> None:
+    """Even by one that has nothing left to train."""
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    train(cli, "--steps", "10")
+    out = train(cli, "--steps", "10", "--mirror", "m")
+    assert "nothing left to train" in out
+    assert list_saved_steps(Path("m/a/ckpt")) == [10]
+    assert is_whole(Path("m/a/ckpt"), 10)
+
+
+def test_only_training_reads_the_mirror(cli: Cli, tmp_path: Path) -> None:
+    """Neither evaluate, nor load, nor a fork, nor a check does; a fork has no mirror of its own."""
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    train(cli, "--steps", "10", "--mirror", "m")
+    lose_machine()
+    refused(cli(None, "--mirror", "m", command=["train", "--fork=a", "--steps=12"]), "run_name")
+    fork = ["train", "--fork=a", "--run-name=b", "--steps=12"]
+    refused(cli(None, "--mirror=m", command=fork), "neither a run in runs")
+    refused(cli(None, command=["evaluate", "a"]), "no run there yet")
+    with pytest.raises(SetupError):
+        ctl_core.load("runs/a")
+    parse_command(["train", "--check", "--run-name=a", "--mirror=m", "--steps=10"])
+    assert not Path("runs/a").exists()
+    train(cli, "--steps", "10", "--mirror", "m")
+    outcome = cli(None, command=fork)
+    assert "fork: that run had --mirror m, which this one does not use" in outcome.out
+    assert outcome.code == 0 and not Path("m/b").exists()
+
+
+def test_train_from_python_fetches(place: Path) -> None:
+    """The settings are the caller's."""
+    hooks = make_hooks()
+    config = Config(steps=4, run_name="a", mirror="m", batch_size=24)
+    ctl_core.train(hooks, config)
+    lose_machine()
+    state = ctl_core.train(hooks, dataclasses.replace(config, steps=6))
+    assert state.step == 6 and "resuming at step 4" in Path("runs/a/train.log").read_text()
+
+
+def test_mirror_needs_a_place_and_a_name(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    start = ["train", "--steps=10"]
+    refused(cli(None, command=[*start, "--mirror=m"]), "mirror: m needs run_name", "--run-name")
+    start.append("--run-name=a")
+    refused(cli(None, command=[*start, "--mirror=runs"]), "mirror: runs is runs_dir itself")
+    refused(cli(None, command=[*start, "--mirror= "]), "mirror: expected a URL or a path")
+    refused(cli(None, command=[*start, "--mirror=foo://b"]), "mirror: foo://b/a cannot be used")
+
+
+# ---- A mirror that fails ------------------------------------------------------------------------
+
+
+def test_mirror_without_rights_never_ends_a_training(cli: Cli, tmp_path: Path) -> None:
+    """Even root has none in /sys. Said once, and how many are missing at the end."""
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    out = train(cli, "--steps", "15", "--mirror", "/sys/mirror")
+    warnings = [line for line in out.splitlines() if line.startswith("warning")]
+    assert warnings[0].startswith(
+        "warning: mirror: the checkpoint of step 5 could not be copied to /sys/mirror/a (Per"
+    )
+    assert warnings[1:] == [
+        "warning: mirror: checkpoints that could not be copied to /sys/mirror/a: 3."
+    ]
+    assert list_saved_steps(Path("runs/a/ckpt")) == [15, 10, 5]
+
+
+def test_mirror_that_works_again_gets_the_next_checkpoint(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    upload = stores.FolderStore.upload
+
+    def fail_at_first(store: stores.FolderStore, source: Path, path: str) -> None:
+        if "-5" in path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        upload(store, source, path)
+
+    monkeypatch.setattr(stores.FolderStore, "upload", fail_at_first)
+    out = train(cli, "--steps", "10", "--mirror", "m")
+    assert out.count("No space left on device") == 1
+    assert "checkpoints that could not be copied to m/a: 1." in out
+    assert list_saved_steps(Path("m/a/ckpt")) == [10]
+
+
+def test_mirror_that_cannot_be_read_is_refused_unless_the_run_is_here(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run from scratch would replace the checkpoints that are there."""
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    train(cli, "--steps", "5", "--mirror", "m")
+    monkeypatch.setattr(stores.FolderStore, "list_names", raise_timeout)
+    out = train(cli, "--steps", "10", "--mirror", "m")
+    assert "the run resumes from its own checkpoint of step 5" in out
+    lose_machine()
+    outcome = cli(None, "--steps", "10", "--mirror", "m", command=FLAGS)
+    refused(outcome, "mirror: m/a cannot be fetched: TimeoutError", "choose another run_name")
+
+
+def raise_timeout(*_: object) -> list[str]:
+    raise TimeoutError("no answer")
+
+
+def test_end_waits_for_the_copy_and_ctrl_c_leaves_it(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    upload = stores.FolderStore.upload
+
+    def dawdle(store: stores.FolderStore, source: Path, path: str) -> None:
+        if path.endswith("-5.json"):
+            time.sleep(1)
+        upload(store, source, path)
+
+    monkeypatch.setattr(stores.FolderStore, "upload", dawdle)
+    monkeypatch.setattr(copying, "PATIENCE", 0.1)
+    monkeypatch.setattr(copying, "INTERVAL", 0.1)
+    out = train(cli, "--steps", "5", "--mirror", "m")
+    assert "mirror: waiting for the copy of step 5 to m/a; Ctrl-C leaves it." in out
+    assert "mirror: 0.0 of 0.0 MB" in out
+    assert list_saved_steps(Path("m/a/ckpt")) == [5]
+
+    lose_machine()
+    shutil.rmtree("m")
+    say = Console.say
+
+    def press_ctrl_c(console: Any, text: str) -> None:
+        say(console, text)
+        if "waiting for the copy" in text:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Console, "say", press_ctrl_c)
+    out = train(cli, "--steps", "5", "--mirror", "m")
+    assert "warning: mirror: the copy to m/a was interrupted" in out
+    assert list_saved_steps(Path("runs/a/ckpt")) == [5] and list_saved_steps(Path("m/a/ckpt")) == []
+    time.sleep(1.5)  # until the thread has ended, which the folders of other tests are not for
+
+
+# ---- Processes that are killed -------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 100 KB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=False)
+
+
+@pytest.mark.slow
+def test_mirror_out_of_space_keeps_what_it_has(cli: Cli, tmp_path: Path, small_disk: Path) -> None:
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    (tmp_path / "config.yaml").write_text(f"mirror: {small_disk}\n")
+    train(cli, "--steps", "5")
+    assert list_saved_steps(small_disk / "a/ckpt") == [5]
+    with (
+        (small_disk / "fill").open("wb", buffering=0) as file,
+        pytest.raises(OSError, match="No space"),
+    ):
+        while True:
+            file.write(bytes(1024))
+    out = train(cli, "--steps", "20")
+    assert out.count("No space left on device") == 1, out
+    assert f"could not be copied to {small_disk}/a: 3." in out
+    lose_machine()
+    (small_disk / "fill").unlink()
+    out = train(cli, "--steps", "10")
+    assert "resuming at step 5" in out
+    assert list_saved_steps(small_disk / "a/ckpt") == [10, 5]
+
+
+KILLED = (
+    small.CALLBACKS
+    + """
+import time
+
+import ctl_core
+
+
+def create_model():
+    return small.model_with(keras.layers.Dropout(0.5))
+
+
+def look(step, loss, hparams):
+    ctl_core.report(step, loss=loss)
+    time.sleep(hparams.get("pause", 0.0))
+
+
+every_steps = {1: look}
+"""
+)
+
+
+def start(folder: Path, *flags: str, **how: Any) -> subprocess.Popen[bytes]:
+    """Starts training with a mirror in a process of its own."""
+    command = engine.command_line(*FLAGS, "--mirror=m", "--deterministic", *flags)
+    with (folder / "log").open("ab") as log:
+        how = {"stdout": log, "stderr": log, **how}
+        return subprocess.Popen(command, cwd=folder, env=engine.environment(), **how)
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+    limit = time.monotonic() + 300
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_machine_is_lost_again_and_again(tmp_path: Path) -> None:
+    """While it copies and while it fetches; the weights are those of the uninterrupted run."""
+    (tmp_path / "callbacks.py").write_text(KILLED)
+    runs, there = tmp_path / "runs", tmp_path / "m" / "a" / "ckpt"
+    flags = ["--steps=40", "--hparams.pause=0.05"]
+    assert start(tmp_path, "--mirror=null", "--steps=40").wait(600) == 0
+    runs.rename(tmp_path / "whole")
+
+    def list_begun() -> list[int]:
+        """Returns the steps of which files are in the mirror, perhaps not the records."""
+        return [int(path.stem.partition("-")[2]) for path in there.glob("ckpt-*.index")]
+
+    for step in (10, 20, 30):
+        process = start(tmp_path, *flags)
+        wait_for(lambda: max(list_begun(), default=0) >= step, process)  # noqa: B023
+        process.kill()
+        process.wait()
+        shutil.rmtree(runs)
+        process = start(tmp_path, *flags)
+        wait_for((runs / "a" / mirror.STAGING).exists, process)
+        process.kill()
+        process.wait()
+    assert start(tmp_path, *flags).wait(600) == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text().count("resuming at step") >= 3
+    assert_same_run(runs / "a", tmp_path / "whole" / "a", 40)
+    assert list_saved_steps(there)[0] == 40
+
+
+@pytest.mark.cluster
+def test_cluster_that_loses_its_machines(tmp_path: Path) -> None:
+    """The chief fetches, and the other process waits; by TF_CONFIG and by ``--workers``."""
+    (tmp_path / "callbacks.py").write_text(KILLED)
+    runs = tmp_path / "runs"
+    words = [*FLAGS, "--deterministic"]
+
+    def train_cluster(*flags: str) -> None:
+        with (tmp_path / "log").open("ab") as log:
+            command = engine.command_line(*words, *flags)
+            both = engine.start_cluster(command, tmp_path, stdout=log, stderr=log)
+            codes = [process.wait(timeout=600) for process in both]
+        assert codes == [0, 0], (tmp_path / "log").read_text()
+
+    train_cluster("--steps=20")
+    runs.rename(tmp_path / "whole")
+    train_cluster("--steps=10", "--mirror=m")
+    shutil.rmtree(runs)
+    train_cluster("--steps=15", "--mirror=m")
+    shutil.rmtree(runs)
+    assert start(tmp_path, "--steps=20", "--workers=2").wait(600) == 0
+    log = (tmp_path / "log").read_text()
+    assert log.count("fetching the checkpoint") == 2
+    assert "resuming at step 10" in log and "resuming at step 15" in log
+    assert_same_run(runs / "a", tmp_path / "whole" / "a", 20)
+    assert json.loads((runs / "a/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
