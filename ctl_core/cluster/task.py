@@ -156,7 +156,7 @@ def wait_for_others(task: Task) -> None:
     missing = [index for index in range(task.processes) if index != task.index]
     with _listen(task.addresses[task.index]):
         while True:
-            missing = [index for index in missing if not _answers(task.addresses[index])]
+            missing = [index for index in missing if not answers(task.addresses[index])]
             if not missing:
                 return
             names = ", ".join(map(task.describe, missing))
@@ -184,7 +184,7 @@ def _listen(address: str) -> socket.socket:
         raise PeerLost(f"cluster: cannot listen on {address}: {error.strerror}.") from error
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
     """Returns True if a process listens on an address."""
     host, _, port = address.rpartition(":")
     try:

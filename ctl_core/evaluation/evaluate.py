@@ -459,7 +459,10 @@ def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> G
         def take_next(done: tf.Tensor, _: tf.Tensor, digest: tf.Tensor) -> Any:
             return done + 1, *step.take(iterator, digest)
 
-        start = (tf.constant(0, tf.int64), tf.constant(True), tf.constant(0, tf.int64))
+        digest = tf.constant(0, tf.int64)
+        if step.has_peers:  # which rows the checksum covers depends on its start
+            digest = tf.identity(components.step_variable)
+        start = (tf.constant(0, tf.int64), tf.constant(True), digest)
         _, has_more, digest = tf.while_loop(
             lambda done, has_more, _: (done < steps) & has_more, take_next, start
         )
@@ -469,13 +472,17 @@ def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> G
 
 
 class EvaluationStep:
-    """Adds one batch to the metrics and sums of a set, in a graph."""
+    """Adds one batch to the metrics and sums of a set, in a graph.
+
+    Attributes:
+        has_peers: whether there are other processes, which should read the same batches
+    """
 
     def __init__(self, components: Components, evaluation_set: EvaluationSet) -> None:
         self._components = components
         self._set = evaluation_set
         self._local_replicas = count_local_replicas(components.strategy)
-        self._has_peers = components.shape.replicas > self._local_replicas
+        self.has_peers = components.shape.replicas > self._local_replicas
         self._seed_generator = get_seed_generator()
 
     def take(self, iterator: tf.data.Iterator, digest: tf.Tensor) -> EvaluationProgress:
@@ -499,7 +506,7 @@ class EvaluationStep:
 
         Otherwise, a process with a batch would wait forever for one without.
         """
-        if not (self._set.exchanges and self._has_peers):
+        if not (self._set.exchanges and self.has_peers):
             return has_batch
         strategy = self._components.strategy
         count = strategy.run(all_reduce, (tf.cast(has_batch, tf.int64),))
@@ -513,7 +520,7 @@ class EvaluationStep:
         first = find_first_replica(strategy)
         shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
         strategy.run(self._add_share, args=tuple(distribute_shares(strategy, shares)))
-        if self._has_peers:  # which should read the same batches
+        if self.has_peers:
             with tf.device("CPU:0"):
                 digest = add_to_digest(digest, batch)
         return EvaluationProgress(tf.constant(True), digest)
