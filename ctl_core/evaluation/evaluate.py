@@ -260,7 +260,7 @@ class Evaluation:
         for set_name, evaluation_set in self.sets.items():
             assert evaluation_set.copies is not None
             with evaluation_set.copies.put_back_after():
-                is_complete = _add_all_batches(evaluation_set, sync)
+                is_complete = add_all_batches(evaluation_set, sync)
                 if not is_complete:
                     return None
                 values[_name_value(set_name, "loss")] = _read_mean_loss(evaluation_set)
@@ -286,7 +286,7 @@ def _has_collectives(graph: tf.Graph) -> bool:
     return any(op.type.startswith("Collective") for op in operations)
 
 
-def _add_all_batches(evaluation_set: EvaluationSet, sync: Sync) -> bool:
+def add_all_batches(evaluation_set: EvaluationSet, sync: Sync) -> bool:
     """Resets a set's metrics and sums and adds all batches; returns False if it ended early."""
     assert evaluation_set.run_steps is not None
     for metric in evaluation_set.accumulators:

@@ -189,6 +189,10 @@ class Run:
             self._log.close()
         self._release_lock()
 
+    def abandon(self) -> None:
+        """Releases the lock of a run whose process ends at once."""
+        self._release_lock()
+
     def _release_lock(self) -> None:
         """Lets other processes train the run."""
         if self._lock is not None:
