@@ -1,7 +1,7 @@
 """Kills training at each of its file operations: ``make soak``.
 
 ``python -m scripts.soak_operations FOLDER --kills 1200`` trains a tiny program on two replicas that
-have random numbers and moving statistics of their own, with ``--keep-best`` and a manager that
+draw random numbers of their own, with ``--keep-best`` and a manager that
 removes old checkpoints. A run is killed (SIGKILL) just before its N-th file operation, started
 again, killed again, and so on; N takes each number up to the number of operations of a whole run.
 Each run is trained to its end in the end, and must then have the checkpoint and the metrics, bit

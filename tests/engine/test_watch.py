@@ -1,4 +1,4 @@
-"""A training that does not get on says where it is, and obeys signals although a graph call blocks."""
+"""A training that hangs says where, and obeys signals although a graph call blocks."""
 
 import os
 import signal
@@ -25,8 +25,9 @@ def read_notices(folder: Path) -> list[str]:
     return [line for line in log.splitlines() if NOTICE in line]
 
 
-def pause() -> None:
+def pause() -> bool:
     time.sleep(2.0)
+    return True
 
 
 def test_a_hook_that_takes_long_is_named_once(
