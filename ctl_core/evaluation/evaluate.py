@@ -32,6 +32,7 @@ from ctl_core.compat import (
     run_layers,
     run_replica,
 )
+from ctl_core.hooks.defaults import find_sample_weight, note_weighted
 from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import Recording, read_flags
 from ctl_core.input.batches import (
@@ -89,6 +90,8 @@ class EvaluationSet:
         batches: counts the batches, if there are logical replicas
         written: the other variables that logical replicas write
         names: the names of the metrics' values, once the metrics are built
+        is_weighted: whether ``eval_pre`` multiplies the loss by the sample weights of the batch
+        weight: the sum of the absolute sample weights in the last evaluation, if it is weighted
     """
 
     make: Callable[[], tf.data.Dataset]
@@ -102,6 +105,8 @@ class EvaluationSet:
     batches: keras.metrics.Metric | None = None
     written: list[tf.Variable] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)
+    is_weighted: bool = False
+    weight: float = 0.0
 
     @property
     def accumulators(self) -> list[keras.Metric]:
@@ -225,12 +230,18 @@ class Evaluation:
     def _find_problem(self, set_name: str, evaluation_set: EvaluationSet) -> str:
         """Returns why the values of a set mean nothing; "" if they do."""
         counted = float(evaluation_set.examples.result())
-        if counted > 0:
+        lacks_weight = evaluation_set.is_weighted and evaluation_set.weight == 0
+        if counted > 0 and not lacks_weight:
             return ""
         hooks = self._components.hooks
         where = ""
         if set_name != SINGLE_SET:
             where = f" of the set '{set_name}'"
+        if counted > 0:
+            return (
+                f"{hooks.create_eval_dataset}: the sample weights of all examples{where} are 0 or "
+                "NaN, so the values of an evaluation mean nothing; return positive weights."
+            )
         if hooks.batch_weight is not None:
             return (
                 f"{hooks.batch_weight}: the weights of all batches{where} add up to {counted:g}, "
@@ -291,15 +302,17 @@ def add_all_batches(evaluation_set: EvaluationSet, sync: Sync) -> bool:
     assert evaluation_set.run_steps is not None
     for metric in evaluation_set.accumulators:
         metric.reset_state()
+    evaluation_set.weight = 0.0
     iterator = iter(evaluation_set.make())
     # Within a graph call, a collective between processes requires the shapes of its first step.
     most = 1 if evaluation_set.exchanges else MOST_BATCHES
     steps_per_call = StepsPerCall(most)
     while True:
         with steps_per_call.measure(steps_per_call.limit) as steps:
-            has_more, digest = evaluation_set.run_steps(iterator, tf.constant(steps, tf.int64))
-            has_more = bool(has_more)
-        status = sync(LoopStatus(steps_per_call=steps_per_call.limit, data=int(digest)))
+            progress = evaluation_set.run_steps(iterator, tf.constant(steps, tf.int64))
+            has_more = bool(progress.has_more)
+        evaluation_set.weight += float(progress.weight)
+        status = sync(LoopStatus(steps_per_call=steps_per_call.limit, data=int(progress.digest)))
         steps_per_call.limit = status.steps_per_call
         if not has_more:
             return True
@@ -438,10 +451,12 @@ class EvaluationProgress(NamedTuple):
         has_more: whether there may be more batches, a bool scalar
         digest: a checksum of the batches, an int64 scalar, which is the same on all processes if
             these read the same data; 0 if there is a single process
+        weight: the sum of the absolute sample weights that are numbers, a float64 scalar
     """
 
     has_more: tf.Tensor
     digest: tf.Tensor
+    weight: tf.Tensor
 
 
 def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> GraphFunction:
@@ -456,17 +471,21 @@ def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> G
 
     @tf.function(autograph=False, input_signature=signature)
     def run_steps(iterator: tf.data.Iterator, steps: tf.Tensor) -> EvaluationProgress:
-        def take_next(done: tf.Tensor, _: tf.Tensor, digest: tf.Tensor) -> Any:
-            return done + 1, *step.take(iterator, digest)
+        def take_next(
+            done: tf.Tensor, progress: EvaluationProgress
+        ) -> tuple[tf.Tensor, EvaluationProgress]:
+            return done + 1, step.take(iterator, progress)
 
         digest = tf.constant(0, tf.int64)
         if step.has_peers:  # which rows the checksum covers depends on its start
             digest = tf.identity(components.step_variable)
-        start = (tf.constant(0, tf.int64), tf.constant(True), digest)
-        _, has_more, digest = tf.while_loop(
-            lambda done, has_more, _: (done < steps) & has_more, take_next, start
+        start = EvaluationProgress(tf.constant(True), digest, tf.constant(0.0, tf.float64))
+        _, progress = tf.while_loop(
+            lambda done, progress: (done < steps) & progress.has_more,
+            take_next,
+            (tf.constant(0, tf.int64), start),
         )
-        return EvaluationProgress(has_more, digest)
+        return progress  # type: ignore[no-any-return]
 
     return run_steps
 
@@ -485,20 +504,25 @@ class EvaluationStep:
         self.has_peers = components.shape.replicas > self._local_replicas
         self._seed_generator = get_seed_generator()
 
-    def take(self, iterator: tf.data.Iterator, digest: tf.Tensor) -> EvaluationProgress:
+    def take(self, iterator: tf.data.Iterator, progress: EvaluationProgress) -> EvaluationProgress:
         """Draws a batch and adds it, if there is one.
 
         Args:
             iterator: reads the batches
-            digest: the checksum of the batches before
+            progress: how far the steps before have come
         """
         drawn = iterator.get_next_as_optional()
         has_batch = drawn.has_value()
+
+        def stop() -> EvaluationProgress:
+            # Processes of which only some have a batch end with different checksums.
+            digest = progress.digest + tf.cast(has_batch, tf.int64)
+            return progress._replace(has_more=tf.constant(False), digest=digest)
+
         return tf.cond(  # type: ignore[no-any-return]
             self._have_all(has_batch),
-            lambda: self._add_global_batch(drawn.get_value(), digest),
-            # Processes of which only some have a batch end with different checksums.
-            lambda: EvaluationProgress(tf.constant(False), digest + tf.cast(has_batch, tf.int64)),
+            lambda: self._add_global_batch(drawn.get_value(), progress),
+            stop,
         )
 
     def _have_all(self, has_batch: tf.Tensor) -> tf.Tensor:
@@ -512,18 +536,27 @@ class EvaluationStep:
         count = strategy.run(all_reduce, (tf.cast(has_batch, tf.int64),))
         return strategy.experimental_local_results(count)[0] == self._components.shape.replicas
 
-    def _add_global_batch(self, batch: Batch, digest: tf.Tensor) -> EvaluationProgress:
+    def _add_global_batch(self, batch: Batch, progress: EvaluationProgress) -> EvaluationProgress:
         if self._components.shape.logical_replicas is not None:
             self._add_logical_replicas(batch)
-            return EvaluationProgress(tf.constant(True), digest)
+            return self._add_weight(batch, progress)
         strategy = self._components.strategy
         first = find_first_replica(strategy)
         shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
         strategy.run(self._add_share, args=tuple(distribute_shares(strategy, shares)))
         if self.has_peers:
             with tf.device("CPU:0"):
-                digest = add_to_digest(digest, batch)
-        return EvaluationProgress(tf.constant(True), digest)
+                progress = progress._replace(digest=add_to_digest(progress.digest, batch))
+        return self._add_weight(batch, progress)
+
+    def _add_weight(self, batch: Batch, progress: EvaluationProgress) -> EvaluationProgress:
+        """Adds the sample weights of a batch, if its loss was multiplied by them."""
+        weight = find_sample_weight(batch)
+        if not self._set.is_weighted or weight is None:
+            return progress
+        size = tf.abs(tf.cast(weight, tf.float64))
+        size = tf.reduce_sum(tf.where(tf.math.is_nan(size), tf.zeros_like(size), size))
+        return progress._replace(weight=progress.weight + size)
 
     def _add_logical_replicas(self, batch: Batch) -> None:
         """Adds the shares of all logical replicas, along the same tree on any devices."""
@@ -636,9 +669,12 @@ def add_batch(
     components = context.components
     output = run_model(context, batch, training=False)
     loss = compute_loss(context, batch, output, training=False)
-    loss_per_batch, extra_loss = hooks.eval_pre.trace(
-        loss=loss, output=output, batch=batch, **context.hook_values()
-    )
+    with note_weighted() as weights:
+        loss_per_batch, extra_loss = hooks.eval_pre.trace(
+            loss=loss, output=output, batch=batch, **context.hook_values()
+        )
+    sample_weight = find_sample_weight(batch)
+    evaluation_set.is_weighted = any(weight is sample_weight for weight in weights)
     examples = weigh_batch(context, batch, output, None)
     if examples is None:
         examples = components.count_examples(batch)

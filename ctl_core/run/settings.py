@@ -247,6 +247,21 @@ class Config:
 
 
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
+# Settings of engines before 1.0, which are ignored in the config.yaml that such a run has saved.
+RETIRED = frozenset(
+    {
+        "cluster",
+        "curves",
+        "gpu_memory_limit",
+        "histograms_every",
+        "init_partial",
+        "max_chunk",
+        "stats_every",
+        "steps_per_call",
+        "trackers",
+        "wait_for_workers",
+    }
+)
 # The expected value, by the beginning of the name of pydantic's error.
 _EXPECTED = {
     "bool": "true or false",
