@@ -1,11 +1,11 @@
 """Kills training at each of its file operations: ``make soak``.
 
 ``python -m scripts.soak_operations FOLDER --kills 1200`` trains a tiny program on two replicas that
-draw random numbers of their own, with ``--keep-best`` and a manager that
-removes old checkpoints. A run is killed (SIGKILL) just before its N-th file operation, started
-again, killed again, and so on; N takes each number up to the number of operations of a whole run.
-Each run is trained to its end in the end, and must then have the checkpoint and the metrics, bit
-for bit, of a run that was never killed.
+draw random numbers of their own, with ``--keep-best`` and a manager that removes old checkpoints. A
+run is killed (SIGKILL) just before its N-th file operation, started again, killed again, and so on;
+N takes each number up to the number of operations of a whole run. In the end, each run is trained
+to its last step. It must then have the checkpoint and the metrics of a run that was never killed,
+bit for bit.
 
 A start takes longer than the steps of a run. Therefore all processes are forked off one that has
 imported TensorFlow, but not started it, and graphs are not optimized. kill_at.c counts the
