@@ -106,7 +106,8 @@ class Watch:
         self._stall_seconds = stall_seconds
         self._ended = 0  # counts what has ended
         self._thread = threading.Thread(target=self._watch, name="ctl_core watch", daemon=True)
-        self._sender, self._receiver = socket.socketpair()
+        self._sender: socket.socket
+        self._receiver: socket.socket
         self._receives_signals = False
         self._watched = 0  # identifies the thread that trains
         self._arrivals: dict[int, float] = {}  # of the first signal of each number
@@ -122,6 +123,7 @@ class Watch:
         self._watched = threading.get_ident()
         self._last_end = time.monotonic()
         self._since = self._last_end
+        self._sender, self._receiver = socket.socketpair()
         self._sender.setblocking(False)
         self._receiver.settimeout(self._poll)
         if threading.current_thread() is threading.main_thread():
@@ -146,6 +148,8 @@ class Watch:
         self._sender.close()  # which ends the thread
         if self._thread.is_alive():
             self._thread.join(self._poll)
+        else:
+            self._receiver.close()
 
     def note_end(self) -> None:
         """Notes that steps, batches of an evaluation or a checkpoint have ended."""
