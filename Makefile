@@ -10,6 +10,8 @@
 # make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
 # make pictures    draw docs/pictures: a run that is killed, and the shapes of the tutorial
 # make prove       train, kill and resume in many ways, beside fit and a loop: some minutes
+# make soak        kill a run before each of its file operations, resume it and compare bits: an hour of a
+#                  core for KILLS=1200; needs a C compiler and Linux
 # make generated   write the tables of docs and the data of the example digits anew
 # make release VERSION=2.1.0   checks the CHANGELOG, sets the version, makes a tag, prints what to push
 # make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"
@@ -27,6 +29,7 @@ VENV ?= .venv
 DEMO_VENV ?= .venv-demo
 MARK ?= slow or not slow
 DEVICE ?= cpu
+KILLS ?= 1200
 WITH ?= tensorflow-cpu
 PIP = -m pip install --quiet --disable-pip-version-check
 # One more than there are cores, for some tests wait for others' processes; each takes up to 1.5 GB.
@@ -35,8 +38,8 @@ PROCESSES ?= $(shell "$(PYTHON)" -c 'import os; print(min(8, 1 + (os.cpu_count()
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses $(PROCESSES) --max-worker-restart 0 --dist loadfile \
 	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers s3,--ignore tests/on_$(place)) --ignore tests/engine_net
 
-.PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove generated release python \
-	test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers test-s3
+.PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove soak generated release \
+	python test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers test-s3
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -87,6 +90,9 @@ bench-engines: $(VENV)/.made
 # What it prints goes into docs/guarantees.md by --into docs/guarantees.md.
 prove: $(VENV)/.made
 	TF_CPP_MIN_LOG_LEVEL=3 "$(VENV)/bin/python" -m scripts.prove
+
+soak: $(VENV)/.made
+	nice "$(VENV)/bin/python" -m scripts.soak_operations "$$(mktemp -d)" --kills $(KILLS)
 
 generated: $(VENV)/.made
 	"$(VENV)/bin/python" -m scripts.tables

@@ -3,7 +3,7 @@
 Exit codes: 0 the command succeeded; 1 it failed while running, or training ended with a loss that
 is not finite; 2 wrong usage, settings or hooks; 75 another process of the cluster was lost; 130
 stopped by SIGINT after saving, or by a second one without saving; 143 stopped by SIGTERM or SIGUSR1
-after saving.
+after saving, or without saving because nothing ended for ``stall_seconds``.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ from ctl_core.checkpoint.initial_weights import (
     load_initial_weights,
 )
 from ctl_core.checkpoint.retention import prepare_list
-from ctl_core.cluster.replica_contexts import LoneReplica
+from ctl_core.cluster.replica_contexts import FirstReplica
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
 from ctl_core.evaluation.evaluate import Evaluation, create_evaluation
@@ -45,6 +45,7 @@ from ctl_core.model.components import (
     WrittenVariable,
 )
 from ctl_core.model.copies import ReplicaCopies, list_local_components
+from ctl_core.model.fingerprint import compare_forward
 from ctl_core.model.forward import (
     ReplicaObjective,
     call_made,
@@ -70,6 +71,7 @@ from ctl_core.numerics.variables import (
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, format_error
 from ctl_core.run.settings import SETTINGS, Config
+from ctl_core.session.facts import compare_optimizers, compare_processes
 from ctl_core.session.run import Run
 from ctl_core.types import (
     Batch,
@@ -109,8 +111,7 @@ def create_state(
     keras.utils.set_random_seed(config.seed)
     strategy = strategy or create_strategy(config)
     cluster = Cluster(strategy, run.task)
-    cluster.check_threads(config.intra_op_threads)
-    cluster.check_settings(config)
+    compare_processes(cluster, strategy, config, callbacks)
     hooks, warnings = load_hooks(callbacks, config)
     for warning in warnings:
         console.warn(warning)
@@ -348,7 +349,7 @@ class _Builder:
         strategy = self.strategy
         with (
             recording.record_as(hook),
-            LoneReplica(strategy, find_first_replica(strategy)),
+            FirstReplica(strategy, find_first_replica(strategy)),
             compat.make_scratch_graph("build").as_default() as graph,
         ):
             yield graph, make_placeholders(spec)
@@ -375,6 +376,7 @@ class _Builder:
                     update_train_metrics(turn, result, None)
             weights = trainable_variables(forward.train_model)
         operations = list(compat.add_called_ops(graph.get_operations()))
+        compare_forward(self.cluster, self.hooks, operations)
         refuse_scaled_losses(self.hooks, operations)
         if self.config.logical_replicas is not None:
             refuse_layers(self.hooks, recording.layers)
@@ -517,6 +519,7 @@ class _Builder:
                     f"objectives {list(variables)}{in_turns}; the names must be the same, or '' "
                     "for a single one without."
                 )
+            compare_optimizers(self.cluster, optimizers)
             for name, objective_optimizer in optimizers.items():
                 self._build_optimizer(objective_optimizer, variables[name])
         return optimizer, optimizers

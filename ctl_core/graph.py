@@ -115,8 +115,9 @@ class StepFunctions:
     Attributes:
         devices: the replica devices of this process
         flags: bool[steps, 2] for each call since it was last emptied, see ``combine_flags``
-        called: the keys of the graphs that were called. TensorFlow optimizes or compiles a graph in
+        called: the graph functions that were called. TensorFlow optimizes or compiles a graph in
             its first call.
+        may_compile: whether the running graph call, or the last one, may have to compile first
     """
 
     def __init__(
@@ -136,7 +137,8 @@ class StepFunctions:
         """
         self.devices = tuple(state.strategy.extended.worker_devices)
         self.flags: list[np.ndarray] = []
-        self.called: set[tuple[tuple[bool, ...], frozenset[str]]] = set()
+        self.may_compile = False
+        self.called: set[GraphFunction] = set()
         self._state = state
         self._compared = list_compared(state.components)
         self._graphs: dict[tuple[tuple[bool, ...], frozenset[str]], GraphFunction] = {}
@@ -183,12 +185,11 @@ class StepFunctions:
         """
         function = self.trace(fetches)
         if fetches <= self._loop_fetches:
-            result = function(tf.constant(steps))
+            result = self._call(function, tf.constant(steps))
         else:
             if steps > 1:
                 self.take_steps(steps - 1)
-            result = function()
-        self.called.add(self._make_key(fetches))
+            result = self._call(function)
         flags = result.flags.numpy()
         if self._compared:
             self._check_equal(flags[:, 2:])
@@ -200,6 +201,14 @@ class StepFunctions:
         if "variables" in fetches:
             values["variables"] = self._variables[self._frozen]
         return values
+
+    def _call(self, function: GraphFunction, *arguments: tf.Tensor) -> CallResult:
+        """Calls a graph function, and notes whether XLA compiles it now."""
+        is_compiled = self._tracer.context.compilation is not Compilation.NOTHING
+        self.may_compile = is_compiled and function not in self.called
+        self.called.add(function)
+        result: CallResult = function(*arguments)
+        return result
 
     def _check_equal(self, flags: np.ndarray) -> None:
         """Checks that logical replicas wrote the same values to variables.

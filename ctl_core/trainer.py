@@ -44,6 +44,7 @@ from ctl_core.session.messages import (
     describe_start,
 )
 from ctl_core.session.run import Run
+from ctl_core.session.watch import Watch
 
 # Printed when a run with several replicas starts from scratch.
 CHECK_ADVICE = (
@@ -62,8 +63,17 @@ class Trainer:
         functions: the graph functions that take steps
     """
 
-    def __init__(self, state: State, run: Run, console: Console, signals: Signals) -> None:
+    def __init__(
+        self, state: State, run: Run, console: Console, signals: Signals, watch: Watch | None = None
+    ) -> None:
         """Prepares training; ``run`` is opened and ``console`` started when it begins.
+
+        Args:
+            state: of the run
+            run: the folder of the run
+            console: prints messages
+            signals: notes signals
+            watch: is told what has ended
 
         Raises:
             SetupError: the run is compiled, and cannot be compiled here.
@@ -82,6 +92,7 @@ class Trainer:
         self._run = run
         self._console = console
         self._signals = signals
+        self._watch = watch or Watch(run, console, signals, state.cluster.task, stall_seconds=0)
         self._signal = 0  # the signal that ends training on every process, or 0
         self._steps_per_call = StepsPerCall(1 if state.config.detect_anomaly else MOST_STEPS)
         profiled_steps = ""
@@ -230,6 +241,7 @@ class Trainer:
         state = self.state
         schedule = self._schedule
         step = self.start
+        self._watch.step = step
         stop = self.start  # the next step after which something is due
         ended = False
         called = 0
@@ -258,6 +270,7 @@ class Trainer:
             ):
                 values = self.functions.take_steps(steps, fetches)
             self._run.steps_taken = step - self.start
+            self._watch.step = step
             tell_step()
             state.progress.examples += state.data.count_new_examples(steps)
             # Hooks that are due after the last step of the call run below, in their order.
@@ -312,6 +325,7 @@ class Trainer:
 
     def _sync(self, status: LoopStatus, hook: Hook | None = None) -> LoopStatus:
         """Adds the signal that this process received to its status; returns that of all."""
+        self._watch.note_end()
         received = self._signal or self._signals.received or 0
         # Named if the data of the processes differ.
         hook = hook or self.state.hooks.create_dataset
@@ -435,6 +449,7 @@ class Trainer:
             with self.state.clock.pause():
                 self.checkpoints.save()
             self._console.note_saved(step)
+            self._watch.note_end()
             self._schedule.note_saved()
 
     def _check_step(self) -> None:

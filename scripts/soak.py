@@ -3,6 +3,7 @@
 ``python -m scripts.soak FOLDER --kills 20 --of clusters`` adds a line for each run to
 FOLDER/log.jsonl; without ``--kills`` it sums them up. Kills come while a process starts, between
 two steps, or while a checkpoint is written; of a cluster, at one process or at all of them.
+soak_operations.py kills a run before each of its file operations instead of at random moments.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ LONGEST = """
     test_runs test_state test_data_hooks test_numbers test_models test_tutorial test_schedule
     test_tfrecords test_load test_files test_detect_anomaly test_text test_render test_notebook
     test_sweep_file test_reported_values test_every_step test_run_files test_cache_files
-    test_answers test_signals test_train_sh test_launch
+    test_answers test_signals test_watch test_train_sh test_launch
 """
 # They start no process, and take less than half a minute of one core each.
 QUICK = """

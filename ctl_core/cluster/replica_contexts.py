@@ -79,6 +79,18 @@ class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
         return tf.nest.map_structure(repeat, value)
 
 
+class FirstReplica(LoneReplica):
+    """A lone replica that is traced as replica 0 on every process of a cluster.
+
+    So all processes trace the same graph. Variables find the component on a device of this process.
+    """
+
+    @property
+    def replica_id_in_sync_group(self) -> tf.Tensor:
+        """0, an int32 scalar."""
+        return tf.constant(0)
+
+
 class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
     """A context inside another one, to which it delegates every method that it does not change."""
 

@@ -34,16 +34,21 @@ class Signals:
     the same processes. Outside of the main thread nothing is noted, and the program there handles
     signals.
 
-    Python calls a handler between two of its own instructions, so not before a graph call ends.
+    Python calls a handler between two of its own instructions, so not before a graph call ends. See
+    session/watch.py for a graph call that does not end.
 
     Attributes:
         numbers: the numbers of the signals that were noted, in order of arrival
+        patience: how long what is running may take after a SIGTERM (seconds); 0: without a limit
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
         """``say`` is called with a line about the effect of a signal, in a separate thread."""
         self.numbers: list[int] = []
+        self.patience = 0.0
         self._say = say
+        self._announced: set[int] = set()
+        self._announcing = threading.Lock()
         self._interrupted_at = 0.0
         self._previous_handlers: dict[int, Handler] = {}
         self._process = os.getpid()
@@ -68,13 +73,37 @@ class Signals:
             return None
         return self.numbers[0]
 
+    @property
+    def handled(self) -> frozenset[int]:
+        """The numbers of the signals that are noted."""
+        return frozenset(self._previous_handlers)
+
+    def translate(self, number: int) -> int:
+        """Returns the signal that a signal counts as."""
+        if number == _SIGUSR1:
+            return signal.SIGTERM
+        return number
+
+    def announce(self, number: int) -> None:
+        """Prints the effect of a signal, once; from any thread but the one that trains."""
+        with self._announcing:
+            if self._say is None or number in self._announced:
+                return
+            self._announced.add(number)
+        name = signal.Signals(number).name
+        text = f"{name}: the run stops after what is running now, and is saved"
+        if number == signal.SIGINT:
+            text += "; Ctrl-C again, a second or more from now, ends it at once"
+        elif self.patience:
+            text += f"; if that does not end within {self.patience:.0f} s, it ends unsaved"
+        self._say(f"{text}.")
+
     def _note(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:  # a child that multiprocessing, for one, has forked
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             return
-        if number == _SIGUSR1:
-            number = signal.SIGTERM
+        number = self.translate(number)
         if number not in self.numbers:
             self._note_first(number)
         elif number == signal.SIGINT and time.monotonic() > self._interrupted_at + SAME_SIGNAL:
@@ -83,11 +112,7 @@ class Signals:
     def _note_first(self, number: int) -> None:
         """Notes a signal that has not come before, and prints its effect."""
         self.numbers.append(number)
-        name = signal.Signals(number).name
-        text = f"{name}: the run stops after what is running now, and is saved"
         if number == signal.SIGINT:
             self._interrupted_at = time.monotonic()
-            text += "; Ctrl-C again, a second or more from now, ends it at once"
-        if self._say is not None:
-            # In a thread, because the main thread may hold the lock that printing takes.
-            threading.Thread(target=self._say, args=(f"{text}.",), daemon=True).start()
+        # In a thread, because the main thread may hold the lock that printing takes.
+        threading.Thread(target=self.announce, args=(number,), daemon=True).start()

@@ -9,20 +9,29 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.cluster.task import Task, describe_loss
+from ctl_core.cluster.facts import Facts, describe_differences
+from ctl_core.cluster.task import Task, answers, describe_loss
+from ctl_core.compat import publish, read_published
 from ctl_core.run.errors import CtlError, PeerLost, RunError, SetupError
-from ctl_core.run.settings import Config
 
 # The errors that TensorFlow raises on the remaining processes when one is gone.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _ABORTED = "Collective ops is aborted by"
 _UNLIKE = re.compile("mismatch in the collective|is joining a group with size")
+# How long to wait for the text of another process until it is asked whether it still listens
+# (seconds), and how many times in a row it may give no answer.
+_WAIT = 2.0
+_MOST_SILENT = 3
+# Numbers the texts that the processes share, which all of them do in the same order.
+_numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,35 +151,56 @@ class Cluster:
         digest = int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
         return bool((self.gather([digest]) == digest).all())
 
-    def check_threads(self, threads: int | None) -> None:
-        """Refuses a process that computes with another number of threads than the chief.
+    def share(self, text: str) -> list[str]:
+        """Returns the texts of all processes, in their order; a barrier.
 
-        Args:
-            threads: ``intra_op_threads`` of this process; None: TensorFlow's choice
+        Unlike ``gather``, this is no graph call, so it works even if the processes have different
+        numbers of devices. It is meant for the start of a run, since it takes milliseconds.
 
         Raises:
-            SetupError: a process has another number than the chief.
+            PeerLost: another process has ended.
         """
-        numbers = self.gather([threads or 0])[:, 0]
-        for index, number in enumerate(numbers):
-            if number != numbers[0] and all(numbers):
-                raise SetupError(
-                    f"intra_op_threads: {self.task.describe(index)} has {number} threads, the "
-                    f"chief {numbers[0]}, so their bits would differ; on machines with other "
-                    f"numbers of cores, give each process --intra-op-threads {min(numbers)}."
-                )
+        if self.task.processes == 1:
+            return [text]
+        number = next(_numbers)
+        publish(f"ctl_core/{number}/{self.task.index}", text)
+        return [
+            self._await_text(f"ctl_core/{number}/{index}", index)
+            for index in range(self.task.processes)
+        ]
 
-    def check_settings(self, config: Config) -> None:
-        """Refuses settings that are not the same on every process.
+    def _await_text(self, key: str, index: int) -> str:
+        """Waits for the text of a process, which may still be calling its hooks."""
+        silent = 0
+        while silent < _MOST_SILENT:
+            text = read_published(key, _WAIT)
+            if text is not None:
+                return text
+            silent += 1
+            if answers(self.task.addresses[index]):
+                silent = 0
+        raise PeerLost(
+            f"no answer from {self.task.describe(index)}; start all again: the run resumes from "
+            "its last checkpoint."
+        )
 
-        Settings that change only how a process reports, not its computation, may differ.
+    def compare(self, facts: Facts, problem: str, cure: str, absent: str | None = None) -> None:
+        """Refuses to train if the processes differ in a fact.
+
+        Args:
+            facts: the facts of this process
+            problem: what is wrong if there is a difference, for the message
+            cure: what to do about it
+            absent: the value of a fact that a process does not have; None: then it is not compared
+
+        Raises:
+            SetupError: there is a difference; the message names the process, the fact and both
+                values.
         """
-        compared = dataclasses.replace(config, debug=False, runs_dir="runs")
-        if not self.has_same(repr(compared).encode()):
-            raise SetupError(
-                "the settings are not the same on every process of the cluster: give each of them "
-                "the same config.yaml, CTL_ variables and flags."
-            )
+        tables = [json.loads(text) for text in self.share(json.dumps(facts))]
+        differences = describe_differences(self.task, tables, absent)
+        if differences is not None:
+            raise SetupError(f"{problem}: {differences}; {cure}")
 
 
 def _check_equal(subject: str, column: np.ndarray, step: int) -> None:

@@ -151,7 +151,7 @@ def wait_for_others(task: Task) -> None:
     missing = [index for index in range(task.processes) if index != task.index]
     with _listen(task.addresses[task.index]):
         while True:
-            missing = [index for index in missing if not _answers(task.addresses[index])]
+            missing = [index for index in missing if not answers(task.addresses[index])]
             if not missing:
                 return
             names = ", ".join(map(task.describe, missing))
@@ -167,7 +167,7 @@ def wait_for_others(task: Task) -> None:
 def are_others_there(task: Task) -> bool:
     """Returns True if every other process of the cluster still listens on its address."""
     others = [address for index, address in enumerate(task.addresses) if index != task.index]
-    return all(map(_answers, others))
+    return all(map(answers, others))
 
 
 def wait_for_chief(task: Task, measure: Callable[[], int]) -> None:
@@ -184,7 +184,7 @@ def wait_for_chief(task: Task, measure: Callable[[], int]) -> None:
     last_change = start
     number = measure()
     is_reported = False
-    while not _answers(task.addresses[0]):
+    while not answers(task.addresses[0]):
         now = time.monotonic()
         if measure() != number:
             number = measure()
@@ -212,7 +212,7 @@ def _listen(address: str) -> socket.socket:
         raise PeerLost(f"cluster: cannot listen on {address}: {error.strerror}.") from error
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
     """Returns True if a process listens on an address."""
     host, _, port = address.rpartition(":")
     try:

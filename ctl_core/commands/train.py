@@ -22,6 +22,7 @@ from ctl_core.run.listeners import Listener, find_listener
 from ctl_core.run.settings import Config
 from ctl_core.session.process import prepare_process
 from ctl_core.session.run import Run, open_session
+from ctl_core.session.watch import Watch
 from ctl_core.trainer import Trainer
 
 
@@ -78,12 +79,13 @@ def train_here(
         prepare_process(config),
         join_peers(task),
         Signals(console.say) as signals,
+        Watch(run, console, signals, task, config.stall_seconds) as watch,
     ):
         for line in describe_untested():
             console.say(line)
         state = create_state(callbacks, config, run, console)
         check_losses(state, console)
-        trainer = Trainer(state, run, console, signals)
+        trainer = Trainer(state, run, console, signals, watch)
         trainer.restore(go_on)
         trainer.train(hooks_file)
     return state

@@ -17,7 +17,8 @@ place to mend.
                      resources that an op writes; the stack of AutoGraph; the eager context: _config
     distribution.py  which replica writes summaries; the context of an update; the resource of a
                      writer; float and int of a DistributedVariable; how a process joins a cluster,
-                     and which devices it has; how replicas of all processes gather a tensor
+                     which devices it has, and the texts that processes publish; how replicas of all
+                     processes gather a tensor
     checkpoints.py   Trackable and the object graph of a checkpoint; Checkpoint: _write;
                      CheckpointManager: _max_to_keep, _checkpoint
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
@@ -60,6 +61,8 @@ from ctl_core.compat.distribution import (
     gather_from_replicas,
     list_cpu_devices,
     mute_other_summaries,
+    publish,
+    read_published,
 )
 from ctl_core.compat.graphs import (
     add_called_ops,
@@ -135,11 +138,13 @@ __all__ = [
     "make_scratch_graph",
     "mute_other_summaries",
     "name_anew",
+    "publish",
     "read_added_losses",
     "read_cache_file",
     "read_max_to_keep",
     "read_object_graph",
     "read_position",
+    "read_published",
     "read_rate",
     "read_translated_stack",
     "read_variables",

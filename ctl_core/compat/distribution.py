@@ -144,6 +144,33 @@ def gather_from_replicas(value: tf.Tensor) -> tf.Tensor:
     return launcher._all_gather(value, options)
 
 
+def publish(key: str, text: str) -> None:
+    """Tells the other processes of a cluster a text, by TensorFlow's coordination service.
+
+    Args:
+        key: a key that no process has published yet
+        text: the text
+    """
+    context.context().set_config_key_value(key, text)
+
+
+def read_published(key: str, seconds: float) -> str | None:
+    """Returns the text that a process of the cluster has published; waits for it.
+
+    Args:
+        key: the key of the text
+        seconds: how long to wait at most
+
+    Returns:
+        The text; None if it was not published in time.
+    """
+    try:
+        text: str = context.context().get_config_key_value(key, int(1000 * seconds))
+    except tf.errors.DeadlineExceededError:
+        return None
+    return text
+
+
 def list_cpu_devices(count: int) -> Scope:
     """Lets MultiWorkerMirroredStrategy have ``count`` replicas on a CPU, instead of one."""
     if count == 1:

@@ -139,12 +139,18 @@ class Evaluation:
     def _find_problem(self, set_name: str, evaluation_set: EvaluationSet) -> str:
         """Returns why the values of a set mean nothing; "" if they do."""
         counted = float(evaluation_set.examples.result())
-        if counted > 0:
+        lacks_weight = evaluation_set.is_weighted and evaluation_set.weight == 0
+        if counted > 0 and not lacks_weight:
             return ""
         hooks = self._components.hooks
         where = ""
         if set_name != SINGLE_SET:
             where = f" of the set '{set_name}'"
+        if counted > 0:
+            return (
+                f"{hooks.create_eval_dataset}: the sample weights of all examples{where} are 0 or "
+                "NaN, so the values of an evaluation mean nothing; return positive weights."
+            )
         if hooks.batch_weight is not None:
             return (
                 f"{hooks.batch_weight}: the weights of all batches{where} add up to {counted:g}, "
@@ -174,7 +180,7 @@ class Evaluation:
         for set_name, evaluation_set in self.sets.items():
             assert evaluation_set.copies is not None
             with evaluation_set.copies.put_back_after():
-                is_complete = _add_all_batches(
+                is_complete = add_all_batches(
                     evaluation_set, sync, self._count_most_batches(evaluation_set)
                 )
                 if not is_complete:
@@ -202,7 +208,7 @@ def _has_collectives(graph: tf.Graph) -> bool:
     return any(op.type.startswith("Collective") for op in operations)
 
 
-def _add_all_batches(evaluation_set: EvaluationSet, sync: Sync, most: int) -> bool:
+def add_all_batches(evaluation_set: EvaluationSet, sync: Sync, most: int) -> bool:
     """Resets a set's metrics and sums and adds all batches; returns False if it ended early.
 
     Args:
@@ -213,13 +219,15 @@ def _add_all_batches(evaluation_set: EvaluationSet, sync: Sync, most: int) -> bo
     assert evaluation_set.run_steps is not None
     for metric in evaluation_set.accumulators:
         metric.reset_state()
+    evaluation_set.weight = 0.0
     iterator = iter(evaluation_set.make())
     steps_per_call = StepsPerCall(most)
     while True:
         with steps_per_call.measure(steps_per_call.limit) as steps:
-            has_more, digest = evaluation_set.run_steps(iterator, tf.constant(steps, tf.int64))
-            has_more = bool(has_more)
-        status = sync(LoopStatus(steps_per_call=steps_per_call.limit, data=int(digest)))
+            progress = evaluation_set.run_steps(iterator, tf.constant(steps, tf.int64))
+            has_more = bool(progress.has_more)
+        evaluation_set.weight += float(progress.weight)
+        status = sync(LoopStatus(steps_per_call=steps_per_call.limit, data=int(progress.digest)))
         steps_per_call.limit = status.steps_per_call
         if not has_more:
             return True

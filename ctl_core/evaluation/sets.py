@@ -43,6 +43,8 @@ class EvaluationSet:
         batches: counts the batches, if there are logical replicas
         written: the other variables that logical replicas write
         names: the names of the metrics' values, once the metrics are built
+        is_weighted: whether ``eval_pre`` multiplies the loss by the sample weights of the batch
+        weight: the sum of the absolute sample weights in the last evaluation, if it is weighted
     """
 
     make: Callable[[], tf.data.Dataset]
@@ -56,6 +58,8 @@ class EvaluationSet:
     batches: keras.metrics.Metric | None = None
     written: list[tf.Variable] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)
+    is_weighted: bool = False
+    weight: float = 0.0
 
     @property
     def accumulators(self) -> list[keras.Metric]:

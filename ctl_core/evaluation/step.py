@@ -20,6 +20,7 @@ from ctl_core.cluster.collectives import (
 from ctl_core.cluster.replica_contexts import enter_logical_replica, weigh_by_rows
 from ctl_core.compat import get_seed_generator, run_layers, run_replica
 from ctl_core.evaluation.sets import EvaluationSet
+from ctl_core.hooks.defaults import find_sample_weight, note_weighted
 from ctl_core.input.batches import (
     Share,
     add_to_digest,
@@ -50,10 +51,12 @@ class EvaluationProgress(NamedTuple):
         has_more: whether there may be more batches, a bool scalar
         digest: a checksum of the batches, an int64 scalar, which is the same on all processes if
             these read the same data; 0 if there is a single process
+        weight: the sum of the absolute sample weights that are numbers, a float64 scalar
     """
 
     has_more: tf.Tensor
     digest: tf.Tensor
+    weight: tf.Tensor
 
 
 def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> GraphFunction:
@@ -68,42 +71,58 @@ def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> G
 
     @tf.function(autograph=False, input_signature=signature)
     def run_steps(iterator: tf.data.Iterator, steps: tf.Tensor) -> EvaluationProgress:
-        def take_next(done: tf.Tensor, _: tf.Tensor, digest: tf.Tensor) -> Any:
-            return done + 1, *step.take(iterator, digest)
+        def take_next(
+            done: tf.Tensor, progress: EvaluationProgress
+        ) -> tuple[tf.Tensor, EvaluationProgress]:
+            return done + 1, step.take(iterator, progress)
 
-        start = (tf.constant(0, tf.int64), tf.constant(True), tf.constant(0, tf.int64))
-        _, has_more, digest = tf.while_loop(
-            lambda done, has_more, _: (done < steps) & has_more, take_next, start
+        digest = tf.constant(0, tf.int64)
+        if step.has_peers:  # which rows the checksum covers depends on its start
+            digest = tf.identity(components.step_variable)
+        start = EvaluationProgress(tf.constant(True), digest, tf.constant(0.0, tf.float64))
+        _, progress = tf.while_loop(
+            lambda done, progress: (done < steps) & progress.has_more,
+            take_next,
+            (tf.constant(0, tf.int64), start),
         )
-        return EvaluationProgress(has_more, digest)
+        return progress  # type: ignore[no-any-return]
 
     return run_steps
 
 
 class EvaluationStep:
-    """Adds one batch to the metrics and sums of a set, in a graph."""
+    """Adds one batch to the metrics and sums of a set, in a graph.
+
+    Attributes:
+        has_peers: whether there are other processes, which should read the same batches
+    """
 
     def __init__(self, components: Components, evaluation_set: EvaluationSet) -> None:
         self._components = components
         self._set = evaluation_set
         self._local_replicas = count_local_replicas(components.strategy)
-        self._has_peers = components.shape.replicas > self._local_replicas
+        self.has_peers = components.shape.replicas > self._local_replicas
         self._seed_generator = get_seed_generator()
 
-    def take(self, iterator: tf.data.Iterator, digest: tf.Tensor) -> EvaluationProgress:
+    def take(self, iterator: tf.data.Iterator, progress: EvaluationProgress) -> EvaluationProgress:
         """Draws a batch and adds it, if there is one.
 
         Args:
             iterator: reads the batches
-            digest: the checksum of the batches before
+            progress: how far the steps before have come
         """
         drawn = iterator.get_next_as_optional()
         has_batch = drawn.has_value()
+
+        def stop() -> EvaluationProgress:
+            # Processes of which only some have a batch end with different checksums.
+            digest = progress.digest + tf.cast(has_batch, tf.int64)
+            return progress._replace(has_more=tf.constant(False), digest=digest)
+
         return tf.cond(  # type: ignore[no-any-return]
             self._have_all(has_batch),
-            lambda: self._add_global_batch(drawn.get_value(), digest),
-            # Processes of which only some have a batch end with different checksums.
-            lambda: EvaluationProgress(tf.constant(False), digest + tf.cast(has_batch, tf.int64)),
+            lambda: self._add_global_batch(drawn.get_value(), progress),
+            stop,
         )
 
     def _have_all(self, has_batch: tf.Tensor) -> tf.Tensor:
@@ -111,21 +130,30 @@ class EvaluationStep:
 
         Otherwise, a process with a batch would wait forever for one without.
         """
-        if not (self._set.exchanges and self._has_peers):
+        if not (self._set.exchanges and self.has_peers):
             return has_batch
         strategy = self._components.strategy
         count = strategy.run(count_replicas_with_batch, (has_batch,))
         return strategy.experimental_local_results(count)[0] == self._components.shape.replicas
 
-    def _add_global_batch(self, batch: Batch, digest: tf.Tensor) -> EvaluationProgress:
+    def _add_global_batch(self, batch: Batch, progress: EvaluationProgress) -> EvaluationProgress:
         if self._components.shape.logical_replicas is not None:
             self._add_logical_replicas(batch)
         else:
             self._add_replicas(batch)
-        if self._has_peers:  # which should read the same batches
+        if self.has_peers:
             with tf.device("CPU:0"):
-                digest = add_to_digest(digest, batch)
-        return EvaluationProgress(tf.constant(True), digest)
+                progress = progress._replace(digest=add_to_digest(progress.digest, batch))
+        return self._add_weight(batch, progress)
+
+    def _add_weight(self, batch: Batch, progress: EvaluationProgress) -> EvaluationProgress:
+        """Adds the sample weights of a batch, if its loss was multiplied by them."""
+        weight = find_sample_weight(batch)
+        if not self._set.is_weighted or weight is None:
+            return progress
+        size = tf.abs(tf.cast(weight, tf.float64))
+        size = tf.reduce_sum(tf.where(tf.math.is_nan(size), tf.zeros_like(size), size))
+        return progress._replace(weight=progress.weight + size)
 
     def _add_replicas(self, batch: Batch) -> None:
         """Adds the share of each replica of this process, on that replica."""
@@ -253,9 +281,12 @@ def add_batch(
     components = context.components
     output = run_model(context, batch, training=False)
     loss = compute_loss(context, batch, output, training=False)
-    loss_per_batch, extra_loss = hooks.eval_pre.trace(
-        loss=loss, output=output, batch=batch, **context.hook_values()
-    )
+    with note_weighted() as weights:
+        loss_per_batch, extra_loss = hooks.eval_pre.trace(
+            loss=loss, output=output, batch=batch, **context.hook_values()
+        )
+    sample_weight = find_sample_weight(batch)
+    evaluation_set.is_weighted = any(weight is sample_weight for weight in weights)
     examples = weigh_batch(context, batch, output, None)
     if examples is None:
         examples = components.count_examples(batch)

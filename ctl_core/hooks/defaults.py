@@ -4,6 +4,8 @@ The hooks are word for word those of a new callbacks.py, as a test checks. So th
 functions by ``ctl``, which are looked up only when a hook runs: ``unpack``, say, is in this module.
 """
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -126,6 +128,27 @@ def find_sample_weight(batch: Batch) -> tf.Tensor | None:
     return None
 
 
+class _Weighing(threading.local):
+    """The state of a thread: each replica is traced in its own."""
+
+    def __init__(self) -> None:
+        self.weights: list[tf.Tensor] = []  # those that were used
+
+
+_weighing = _Weighing()
+
+
+@contextlib.contextmanager
+def note_weighted() -> Iterator[list[tf.Tensor]]:
+    """Yields a list to which ``weighted`` adds, in this thread, the sample weights that it uses."""
+    before = _weighing.weights
+    _weighing.weights = []
+    try:
+        yield _weighing.weights
+    finally:
+        _weighing.weights = before
+
+
 @tf.autograph.experimental.do_not_convert
 def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
     """Returns the loss of each example times its sample weight, if the batch holds weights.
@@ -138,6 +161,7 @@ def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
     weight = find_sample_weight(batch)
     if weight is None:
         return loss
+    _weighing.weights.append(weight)
     loss = tf.convert_to_tensor(loss)
     if loss.shape.rank == 0:
         raise ValueError(

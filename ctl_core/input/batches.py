@@ -250,23 +250,28 @@ def count_rows(batch: Batch) -> tf.Tensor:
 
 
 def add_to_digest(digest: tf.Tensor | tf.Variable, batch: Batch) -> tf.Tensor:
-    """Returns a checksum, an int64 scalar, of the batches so far: their shapes and first rows.
+    """Returns a checksum, an int64 scalar, of the batches so far: their shapes and a row of each.
+
+    The row of a batch depends on the checksum before, and so differs from batch to batch.
 
     Args:
         digest: the checksum of the batches before
         batch: the batch that is added
     """
+    digest = tf.convert_to_tensor(digest)
     tensors = tf.nest.flatten(batch, expand_composites=True)
-    texts = [tf.io.serialize_tensor(_take_first_row(tensor)) for tensor in tensors]
+    texts = [tf.io.serialize_tensor(_take_row(tensor, digest)) for tensor in tensors]
     texts += [tf.io.serialize_tensor(tf.shape(tensor)) for tensor in tensors]
     return 31 * digest + tf.strings.to_hash_bucket_fast(tf.strings.join(texts), 2**40)
 
 
-def _take_first_row(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the first row of a dense tensor, or the scalar that it is."""
+def _take_row(tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    """Returns the row of a dense tensor that a number of any size stands for, or the scalar."""
     if tensor.shape.rank == 0:
         return tensor
-    return tensor[:1]
+    rows = tf.shape(tensor, tf.int64)[0]
+    row = number % tf.maximum(rows, 1)
+    return tensor[row : row + 1]
 
 
 def has_varying_widths(spec: BatchSpec) -> bool:

@@ -22,7 +22,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
 from ctl_core.run.files import atomic_write
-from ctl_core.run.settings import SETTINGS, Config, SettingValue
+from ctl_core.run.settings import RETIRED, SETTINGS, Config, SettingValue
 
 ENV_PREFIX = "CTL_"
 # The most values of a settings file.
@@ -124,10 +124,11 @@ def read_file(path: Path, required: bool = True) -> Layer:
         raise SetupError(f"{where}: there is no such settings file.") from None
     except UnicodeDecodeError as error:
         raise SetupError(f"{where}: no valid UTF-8: {make_line(error, 200)}.") from error
-    # A run of an earlier engine may have settings that no longer exist.
-    if (path.parent / "train.log").exists():
-        content = {name: value for name, value in content.items() if name in SETTINGS}
-    return Layer(content, f"{where}: ")
+    layer = Layer(content, f"{where}: ")
+    is_of_run = any((path.parent / name).exists() for name in ("train.log", "ckpt"))
+    if is_of_run:
+        layer = layer.leave_out(RETIRED)
+    return layer
 
 
 def parse_settings(text: str, where: str) -> dict[str, SettingValue]:

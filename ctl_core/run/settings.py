@@ -147,6 +147,9 @@ class Config:
     virtual_devices: Number = declare(1, "split the CPU, to try multi-GPU code on a laptop")
     workers: Number = declare(1, "train in a cluster of N processes here", lt=2**10)
     max_restarts: Count = declare(3, "starts of that cluster after a crash of a worker")
+    stall_seconds: Count = declare(
+        120, "say where training hangs if nothing ends for N seconds; 0: never"
+    )
     deterministic: bool = declare(False, "bit-identical results from run to run; slower")
     profile: _Steps | None = declare(None, "START:STOP, steps to profile for TensorBoard", "50:60")
     runs_dir: FilePath = declare("runs", "folder of the runs")
@@ -250,6 +253,21 @@ class Config:
 
 
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
+# Settings of engines before 1.0, which are ignored in the config.yaml that such a run has saved.
+RETIRED = frozenset(
+    {
+        "cluster",
+        "curves",
+        "gpu_memory_limit",
+        "histograms_every",
+        "init_partial",
+        "max_chunk",
+        "stats_every",
+        "steps_per_call",
+        "trackers",
+        "wait_for_workers",
+    }
+)
 # The expected value, by the beginning of the name of pydantic's error.
 _EXPECTED = {
     "bool": "true or false",

@@ -201,6 +201,10 @@ class Run:
         """Returns whether the folder contains nothing but the log."""
         return {path.name for path in self.path.iterdir()} <= {"train.log"}
 
+    def abandon(self) -> None:
+        """Releases the lock of a run whose process ends at once."""
+        self._release_lock()
+
     def _release_lock(self) -> None:
         """Lets other processes train the run."""
         if self._lock is not None:

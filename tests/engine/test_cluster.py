@@ -4,19 +4,27 @@ One cluster is started, and runs all cases (tests/helpers/cluster_program.py), f
 more than a case. Weights of programs on two processes are in tests/golden.
 """
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.golden import engine
+from ctl_core.cluster.facts import describe_differences
+from ctl_core.cluster.supervisor import find_free_ports
+from ctl_core.cluster.task import Task
+from tests.golden import engine, small
+from tests.helpers import lean
 
 pytestmark = pytest.mark.cluster
 
 CASES = """
-    random_numbers drift decisions not_finite settings_differ data_differs folders_differ
-    layers_frozen_unalike hook_state variables_differ
+    random_numbers drift decisions not_finite settings_differ data_differs rows_differ
+    programs_differ folders_differ layers_frozen_unalike hook_state variables_differ
 """
 
 
@@ -49,8 +57,23 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
     [
         ("drift", ("after step 3, sequential", "out/bias", "between replicas 0 and 1")),
         ("stopped", ("the loss of step 3 is not finite",)),
-        ("settings", ("the settings are not the same on every process",)),
+        ("settings", ("the settings are not the same on every process", "has learning_rate 0.2")),
+        (
+            "activation",
+            ("the forward pass is not the same", "op Relu of create_model (cluster_program.py:"),
+        ),
+        (
+            "loss",
+            ("the forward pass is not the same", "op Const 2.0 of cluster_program.py:"),
+        ),
+        ("optimizer", ("the processes", "has the optimizer's momentum 0.6 instead of 0.5;")),
+        ("hooks", ("the processes of the cluster are not alike: process 1 at", "has callbacks.py")),
+        (
+            "module",
+            ("the processes of the cluster are not alike", "has helper_of_a_project.py sha"),
+        ),
         ("data", ("create_dataset (small.py:", "different data")),
+        ("rows", ("create_dataset (small.py:", "different data")),
         ("later", ("create_dataset (small.py:", "different data")),
         ("fewer", ("create_dataset (small.py:", "different data")),
         ("evaluated", ("create_eval_dataset (small.py:", "different data")),
@@ -75,8 +98,9 @@ def test_another_number_of_threads_than_the_chiefs_is_refused(tmp_path: Path) ->
     """In a cluster of its own, because TensorFlow starts with these numbers."""
     engine.run_cluster(tmp_path, "tests.helpers.cluster_program", str(tmp_path), "threads_differ")
     for message in (str(values["message"]) for values in kept(tmp_path, "threads")):
-        assert message.startswith("intra_op_threads: process 1 at ")
-        assert "has 2 threads, the chief 1" in message and "--intra-op-threads 1" in message
+        assert message.startswith("the processes add up with other numbers of threads")
+        assert "has intra_op_threads 2 instead of 1; " in message
+        assert "give each process --intra-op-threads N." in message
 
 
 def test_decisions_of_one_process_hold_on_all(two: Path) -> None:
@@ -97,3 +121,45 @@ def test_hooks_run_in_every_process_and_go_on_with_what_the_chief_kept(two: Path
     chief, other = (arrays["seen"].tolist() for arrays in kept(two, "state"))
     assert chief == [[1, -1], [1, 0], [1, 0]]
     assert other == [[0, -1], [0, 1], [0, 0]]
+
+
+def test_other_numbers_of_devices_are_refused_before_any_collective(tmp_path: Path) -> None:
+    """A collective of groups of different sizes fails with an error of TensorFlow."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    addresses = [f"127.0.0.1:{port}" for port in find_free_ports(2)]
+    processes = []
+    for index in range(2):
+        place = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        words = ["--run-name=a", "--steps=2", f"--virtual-devices={1 + index}"]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "ctl_core", "train", *words],
+                cwd=tmp_path,
+                env={
+                    **os.environ,
+                    "TF_CONFIG": json.dumps(place),
+                    "PYTHONPATH": lean.PYTHONPATH,
+                },
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 2
+        assert f"process 1 at {addresses[1]} has virtual_devices 2 instead of 1;" in errors
+
+
+def test_differences_name_the_process_that_is_unlike_the_others() -> None:
+    task = Task(3, 0, ("a:1", "b:2", "c:3"))
+    usual = {"devices": "2 GPU", "Keras": "3.15", "helper.py": "1"}
+    unusual = {"devices": "1 GPU", "Keras": "3.15"}
+    assert describe_differences(task, [usual, usual, usual], None) is None
+    assert describe_differences(task, [unusual, usual, usual], None) == (
+        "process 0 at a:1 has devices 1 GPU instead of 2 GPU"
+    )
+    assert describe_differences(task, [usual, usual, unusual], "nothing") == (
+        "process 2 at c:3 has devices 1 GPU instead of 2 GPU, helper.py nothing instead of 1"
+    )
+    many = [{str(number): str(index) for number in range(9)} for index in (0, 0, 1)]
+    assert str(describe_differences(task, many, None)).endswith("3 1 instead of 0, and 5 more")

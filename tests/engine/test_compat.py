@@ -6,6 +6,7 @@ The other names of ``ctl_core/compat`` are held by what trains: see ``make test-
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import keras
 import numpy as np
@@ -404,6 +405,31 @@ def test_joining_process_waits_as_long_as_it_is_told() -> None:
     config, own_context._coordination_service_config = own_context.coordination_service, None
     assert (config.service_type, config.cluster_register_timeout_in_ms) == ("standalone", 2500)
     assert config.cluster_register_with_barrier
+
+
+def test_texts_are_published_and_read_by_the_coordination_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between processes, tests/engine/test_cluster.py does it."""
+    published: dict[str, str] = {}
+
+    def read(key: str, timeout_in_ms: int) -> str:
+        if key not in published:
+            raise tf.errors.DeadlineExceededError(None, None, "GetKeyValue() timed out")
+        return published[key]
+
+    context = compat.distribution.context.Context
+    for name, substitute in (
+        ("set_config_key_value", create_autospec(context.set_config_key_value)),
+        ("get_config_key_value", create_autospec(context.get_config_key_value)),
+    ):
+        monkeypatch.setattr(context, name, substitute)
+    context.set_config_key_value.side_effect = lambda _, key, value: published.update({key: value})
+    context.get_config_key_value.side_effect = lambda _, key, timeout: read(key, timeout)
+    assert compat.read_published("a", 0.5) is None
+    compat.publish("a", "text")
+    assert compat.read_published("a", 0.5) == "text"
+    assert context.get_config_key_value.call_args.args[2] == 500
 
 
 def test_cpu_devices_of_worker() -> None:

@@ -355,6 +355,33 @@ def test_evaluation_that_counts_nothing_is_never_the_best(
     assert not (state.run_dir / "ckpt" / "best").exists()
 
 
+@pytest.mark.parametrize("weights", [[0.0] * 8, [float("nan")] * 8, [0.0] * 7 + [0.5]])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sample_weights_that_count_nothing_are_reported(
+    train: Train, capsys: pytest.CaptureFixture[str], weights: list[float], devices: int
+) -> None:
+    """A mean over examples divides by their number, so it would be 0 or NaN."""
+    data = (*small.data(8), np.array(weights, np.float32))
+    hooks = make_hooks(create_eval_dataset=small.slices(data))
+    hooks.create_dataset = small.slices((*small.data(8), np.ones(8, np.float32)))
+    state = train(hooks, steps=1, batch_size=8, keep_best="loss", virtual_devices=devices)
+    printed = capsys.readouterr().out
+    counts = weights[-1] == 0.5
+    reported = re.findall(r"warning: create_eval_dataset .*weights .*are 0 or NaN", printed)
+    assert len(reported) == int(not counts)
+    assert (state.run_dir / "ckpt" / "best").exists() == counts
+
+
+def test_weights_that_eval_pre_does_not_use_are_no_weights(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = (*small.data(8), np.zeros(8, np.float32))
+    hooks = make_hooks(create_eval_dataset=small.slices(data), create_dataset=small.slices(data))
+    hooks.eval_pre = lambda loss: (loss, 0.0)
+    train(hooks, steps=1, batch_size=8)
+    assert "0 or NaN" not in capsys.readouterr().out
+
+
 def test_report_of_a_reserved_name_is_refused(train: Train) -> None:
     hooks = make_hooks(every_steps={1: lambda step: ctl_core.report(step, split=1.0)})
     with pytest.raises(ctl_core.RunError, match="'split' is a key of each line"):

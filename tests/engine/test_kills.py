@@ -24,6 +24,7 @@ import pytest
 from tests.golden import small
 from tests.golden.compare import read_checkpoint
 from tests.helpers import lean
+from tests.helpers.rendering import ROOT
 
 pytestmark = [
     pytest.mark.slow,
@@ -239,6 +240,16 @@ def test_run_of_one_process_survives_any_kill(tmp_path: Path) -> None:
     startup = project.train_whole("whole")
     for run in train_and_kill(project, draw_moments(3, startup), kills=10):
         project.compare(run, "whole")
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="compiles scripts/kill_at.c")
+def test_runs_survive_kills_before_a_file_operation(tmp_path: Path) -> None:
+    """As ``make soak`` does, which kills much more often: two replicas, and old files removed."""
+    words = [str(tmp_path), "--kills=4", "--seed=0"]
+    command = [sys.executable, "-m", "scripts.soak_operations", *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.splitlines()[-1].startswith("4 kills in ")
 
 
 def until_none_is_left(project: Project) -> None:

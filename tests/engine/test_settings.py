@@ -28,10 +28,9 @@ VALUES: dict[str, Any] = {
     "init_from": "m.keras", "init_skip": ("head/*", ["head/*"]), "ckpt_every": "10min",
     "eval_every": "2epochs", "eval_batch_size": 32, "limit_eval": 3, "max_time": "7h30m",
     "log_every": 5, "log_seconds": 5.0, "keep": 3, "keep_best": "a:max", "early_stop": "a:max:1",
-    "strategy": "mirrored",
-    "virtual_devices": 2, "workers": 2, "max_restarts": 0, "deterministic": True,
-    "profile": ("50:61", "50:61"), "runs_dir": "else where",
-    "mirror": "else/where", "mirror_keep": 5,
+    "strategy": "mirrored", "virtual_devices": 2, "workers": 2, "max_restarts": 0,
+    "stall_seconds": 60, "deterministic": True, "profile": ("50:61", "50:61"),
+    "runs_dir": "else where", "mirror": "else/where", "mirror_keep": 5,
     "callbacks": "b, c.py", "listener": "a.b:C", "debug": True,
 }  # fmt: skip
 
@@ -356,3 +355,13 @@ def test_every_setting_is_used_somewhere() -> None:
     sources = [p.read_text() for p in engine.rglob("*.py") if p.stem not in ("settings", "cli")]
     for name in SETTINGS.keys() - set(PERIODS):
         assert any(re.search(rf"\b_?config\.{name}\b", text) for text in sources), name
+
+
+def test_unknown_settings_of_a_run_are_refused_except_those_of_earlier_engines() -> None:
+    """A name that is misspelt while the file is edited would otherwise change nothing."""
+    make_run("a", "steps: 3\ninit_partial: false\nwait_for_workers: 600\n")
+    Path("runs/a/train.log").touch()
+    assert resolve("--run-name", "a").steps == 3
+    (Path("runs/a") / "config.yaml").write_text("steps: 3\nbatchsize: 8\n")
+    with pytest.raises(SetupError, match=r"config.yaml: batchsize: .*mean 'batch_size'"):
+        resolve("--run-name", "a")

@@ -4,6 +4,7 @@ One start of a process costs seconds, so a cluster runs several cases one after 
 ``python -m tests.helpers.cluster_program FOLDER CASE...``; each case is a function below.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -139,6 +140,46 @@ def data_differs(folder: Path) -> None:
         ("exchanged", shorter, {"steps": 1}),
     ):
         keep_message(folder, name, hooks, **how_long)
+
+
+def rows_differ(folder: Path) -> None:
+    """One process has other targets, but for the first row of each batch."""
+    inputs, target = cases.regression_data()
+    if TASK == 1:
+        target = target + 10.0 * (np.arange(len(target)) % 24 > 0)[:, None].astype("float32")
+    keep_message(folder, "rows", make_hooks(create_dataset=cases.sliced((inputs, target))), steps=4)
+
+
+def programs_differ(folder: Path) -> None:
+    """One process has another activation, loss, optimizer, callbacks.py, or module."""
+
+    def create_model() -> keras.Model:
+        activation = "relu" if TASK == 1 else "tanh"
+        return keras.Sequential([keras.Input((cases.FEATURES,)), keras.layers.Dense(1, activation)])
+
+    def create_loss() -> Any:
+        error = keras.losses.MeanSquaredError(reduction="none")
+        return lambda pair: (1.0 + TASK) * error(pair[1], pair[0])
+
+    def create_opt(lr: Any) -> keras.Optimizer:
+        return keras.optimizers.SGD(lr, momentum=0.5 + 0.1 * TASK)
+
+    for name, hooks in (
+        ("activation", make_hooks(create_model=create_model)),
+        ("loss", make_hooks(create_loss=create_loss)),
+        ("optimizer", make_hooks(create_opt=create_opt)),
+        ("hooks", make_hooks(__file_content__=b"loss *= 2" * TASK)),
+    ):
+        keep_message(folder, name, hooks, steps=1)
+    project = folder / f"project-{TASK}"
+    project.mkdir()
+    (project / "helper_of_a_project.py").write_text(f"FACTOR = {1 + TASK}\n")
+    sys.path.insert(0, str(project))
+    before = Path.cwd()
+    os.chdir(project)
+    importlib.import_module("helper_of_a_project")
+    keep_message(folder, "module", make_hooks(), steps=1)
+    os.chdir(before)
 
 
 def folders_differ(folder: Path) -> None:

@@ -1,0 +1,91 @@
+"""Compares the forward pass that the processes of a cluster have traced.
+
+The fingerprint of a graph consists of the types of its ops, their numeric attributes and the values
+of constants. Names and texts are left out, because paths may differ between machines, and so is the
+order of ops, because sets of Python have no fixed order.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ctl_core.cluster.facts import Facts
+from ctl_core.cluster.sync import Cluster
+from ctl_core.hooks.hooks import Hooks
+from ctl_core.model.failures import find_line
+
+# The kinds of attributes that belong to the fingerprint, as TensorFlow's protocol calls them.
+_NUMERIC = ("i", "f", "b")
+
+
+def compare_forward(cluster: Cluster, hooks: Hooks, operations: Iterable[tf.Operation]) -> None:
+    """Refuses to train if the forward pass of this process is not that of the others.
+
+    Args:
+        cluster: the processes
+        hooks: of the run, which the message names
+        operations: of the forward pass, traced as replica 0 on each process
+
+    Raises:
+        SetupError: there is a difference; the message names the process, the ops and their lines.
+    """
+    if cluster.task.processes == 1:
+        return
+    operations = list(operations)
+    fingerprint = compute_fingerprint(operations)
+    if len({*cluster.share(fingerprint)}) == 1:
+        return
+    cluster.compare(
+        _count_by_line(operations, hooks),
+        "the forward pass is not the same on every process of the cluster",
+        "hooks must do the same on each of them, whatever its environment.",
+        absent="0×",
+    )
+
+
+def compute_fingerprint(operations: Iterable[tf.Operation]) -> str:
+    """Returns the fingerprint of a graph."""
+    descriptions = sorted(map(_describe_op, operations))
+    return hashlib.sha256("\n".join(descriptions).encode()).hexdigest()
+
+
+def _count_by_line(operations: Iterable[tf.Operation], hooks: Hooks) -> Facts:
+    """Returns how often each op is in a graph, by its description and the line that created it.
+
+    This reads the stack that created each op, which takes long for a large graph.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    for op in operations:
+        line = find_line(op, hooks) or hooks.create_model
+        counts[f"the op {_describe_op(op)} of {line}"] += 1
+    return {name: f"{count}×" for name, count in counts.items()}
+
+
+def _describe_op(op: tf.Operation) -> str:
+    """Returns the type of an op, with its numeric attributes or the value of a constant."""
+    if op.type == "Const":
+        return f"Const {_describe_constant(op.get_attr('value'))}"
+    attributes = [
+        f"{name}={getattr(value, kind)!r}"
+        for name, value in sorted(op.node_def.attr.items())
+        for kind in _NUMERIC
+        if value.HasField(kind) and not name.startswith(("_", "seed"))
+    ]
+    return " ".join([op.type, *attributes])
+
+
+def _describe_constant(proto: Any) -> str:
+    """Returns a number, or a digest of several; only the shape if they are texts."""
+    array = tf.make_ndarray(proto)
+    kind = f"{array.dtype}{list(array.shape)}"
+    if array.dtype == np.object_:
+        return kind
+    if array.ndim == 0:
+        return str(array)
+    return f"{kind} {hashlib.sha256(array.tobytes()).hexdigest()[:12]}"

@@ -1,0 +1,147 @@
+"""The facts that must be the same on all processes of a cluster before they train together.
+
+To compare another fact, add it to ``find_process_facts`` if it is known before the hooks are
+called; otherwise, pass it to ``Cluster.compare`` where it is known.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl_core import __version__
+from ctl_core.cluster.facts import Facts
+from ctl_core.cluster.sync import Cluster
+from ctl_core.hooks.callbacks_file import read_hooks_file
+from ctl_core.run.errors import ENGINE, NOT_THE_USERS
+from ctl_core.run.settings import Config, flatten
+from ctl_core.types import Callbacks, Optimizer
+
+_ALIKE = "the processes of the cluster are not alike"
+_CURE = "give all of them the same files, packages and devices."
+# Settings that change only how a process reports, not its computation.
+_MAY_DIFFER = ("debug", "runs_dir")
+
+
+def compare_processes(
+    cluster: Cluster, strategy: tf.distribute.Strategy, config: Config, callbacks: Callbacks
+) -> None:
+    """Refuses to train if the processes of a cluster differ in settings, devices or programs.
+
+    Makes no graph call, because those of processes with different devices would not match.
+
+    Raises:
+        SetupError: they differ; the message names the process, and what is different.
+    """
+    if cluster.task.processes == 1:
+        return
+    cluster.compare(
+        {"intra_op_threads": repr(config.intra_op_threads)},
+        "the processes add up with other numbers of threads, so their bits would differ",
+        "on machines with other numbers of cores, give each process --intra-op-threads N.",
+    )
+    settings = flatten(dataclasses.asdict(config))
+    cluster.compare(
+        {name: repr(value) for name, value in settings.items() if name not in _MAY_DIFFER},
+        "the settings are not the same on every process of the cluster",
+        "give each of them the same config.yaml, CTL_ variables and flags.",
+        absent="nothing",
+    )
+    cluster.compare(find_process_facts(strategy, callbacks), _ALIKE, _CURE)
+
+
+def compare_optimizers(cluster: Cluster, optimizers: dict[str, Optimizer]) -> None:
+    """Refuses to train if the processes differ in their optimizers, or in modules of the project.
+
+    By now, the hooks have imported most modules that they import when they are called.
+
+    Raises:
+        SetupError: they differ; the message names the process, and what is different.
+    """
+    if cluster.task.processes > 1:
+        facts = find_optimizer_facts(optimizers) | find_module_facts()
+        cluster.compare(facts, _ALIKE, _CURE)
+
+
+def find_process_facts(strategy: tf.distribute.Strategy, callbacks: Callbacks) -> Facts:
+    """Returns what this process trains on and with: its devices, versions and files."""
+    facts = {
+        "devices": _describe_devices(strategy),
+        "TensorFlow": tf.__version__,
+        "Keras": keras.__version__,
+        "NumPy": np.__version__,
+        "the engine": __version__,
+        "the files of ctl_core": _digest(_read_engine()),
+    }
+    hooks_file = read_hooks_file(callbacks)
+    if hooks_file is not None:
+        facts["callbacks.py"] = _digest([hooks_file])
+    return facts | find_module_facts()
+
+
+def find_module_facts() -> Facts:
+    """Returns a digest of each module of the project that this process has imported."""
+    facts = {}
+    project = Path.cwd()
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or any(place in file for place in NOT_THE_USERS):
+            continue
+        path = Path(file)
+        with contextlib.suppress(OSError, ValueError):
+            # Another process may have its copy of the project in another folder.
+            facts[str(path.relative_to(project))] = _digest([path.read_bytes()])
+    return facts
+
+
+def find_optimizer_facts(optimizers: dict[str, Optimizer]) -> Facts:
+    """Returns the class of each optimizer, and the numbers that it was created with."""
+    facts = {}
+    for objective, optimizer in optimizers.items():
+        name = "the optimizer"
+        if objective:
+            name += f" of {objective}"
+        facts[name] = type(optimizer).__name__
+        facts |= {f"{name}'s {key}": value for key, value in _read_numbers(optimizer).items()}
+    return facts
+
+
+def _read_numbers(optimizer: Optimizer) -> Facts:
+    """Returns the numbers in the configuration of an optimizer; none if it has no such thing."""
+    config = {}
+    # Optimizers of a user often have no configuration, or an incomplete one.
+    with contextlib.suppress(Exception):
+        config = flatten(optimizer.get_config())  # type: ignore[attr-defined]
+    return {name: repr(value) for name, value in config.items() if isinstance(value, int | float)}
+
+
+def _describe_devices(strategy: tf.distribute.Strategy) -> str:
+    """Returns the devices of this process's replicas by kind, such as ``2 GPU``."""
+    devices = strategy.extended.worker_devices
+    kinds = collections.Counter(device.split("device:")[-1].split(":")[0] for device in devices)
+    return " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+
+
+def _read_engine() -> Iterator[bytes]:
+    """Yields the names and contents of the engine's files."""
+    for path in sorted(Path(ENGINE).rglob("*.py")):
+        yield os.fsencode(path.relative_to(ENGINE).as_posix())
+        yield path.read_bytes()
+
+
+def _digest(contents: Iterator[bytes] | list[bytes]) -> str:
+    """Returns a digest of contents for a message; of a single one, the start of its SHA-256."""
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(content)
+    return f"sha256:{digest.hexdigest()[:12]}"

@@ -1,0 +1,395 @@
+"""Watches a training from a thread of its own: reports if it does not get on, and obeys signals.
+
+Python calls the handler of a signal between two of its own instructions, so not before a graph call
+ends. A graph call that waits for data, or for another process, may never end. The thread therefore
+learns of signals by ``signal.set_wakeup_fd``, and ends the process if the main thread cannot.
+
+Where the training is, the thread reads off the stack of the main thread. So neither a step nor a
+hook becomes slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from ctl_core.checkpoint import checkpoints
+from ctl_core.cluster import background
+from ctl_core.cluster.signals import SAME_SIGNAL, Signals
+from ctl_core.cluster.sync import Cluster
+from ctl_core.cluster.task import Task
+from ctl_core.compat import publish, read_published
+from ctl_core.evaluation.evaluate import Evaluation, add_all_batches
+from ctl_core.graph import StepFunctions
+from ctl_core.hooks.hooks import Hook
+from ctl_core.input import stream
+from ctl_core.run.console import LOG, Console
+from ctl_core.run.errors import NOT_THE_USERS, format_file_name
+from ctl_core.session.run import Run
+
+# How long the main thread may take to end after a second SIGINT (seconds).
+INTERRUPT_SECONDS = 5.0
+# How often the thread looks where the training is (seconds).
+_POLL = 1.0
+# How long to wait for the other processes of a cluster to tell where they are (seconds).
+_ANSWER_SECONDS = 10.0
+# How long the last words of a process may take (seconds).
+_LAST_WORDS_SECONDS = 3.0
+
+# Kinds of places.
+_GRAPH_CALL = "graph call"
+_EVALUATION = "evaluation"
+# The functions in which the training traces or compiles.
+_TRACING = (Hook.trace, StepFunctions.trace, Evaluation.trace)
+_INPUT_FOLDER = str(Path(stream.__file__).parent)
+_CHECKPOINT_FOLDER = str(Path(checkpoints.__file__).parent)
+
+
+class Place(NamedTuple):
+    """Where a training is.
+
+    Attributes:
+        kind: what it does there, for the comparison with earlier times
+        text: the same for a message, with the line of a hook
+        is_checkpoint: whether it writes or reads a checkpoint, which must not be cut short
+    """
+
+    kind: str
+    text: str
+    is_checkpoint: bool = False
+
+
+class Watch:
+    """Watches the training in the thread that enters it, until that leaves it.
+
+    If no step, no batch of an evaluation and no checkpoint ends for ``stall_seconds``, a line says
+    where the training is. Tracing and compiling do not count, and what has taken long before may
+    take twice as long again. In a cluster, the line also says where the other processes are.
+
+    After a second SIGINT, the process ends although a graph call blocks the main thread. After a
+    SIGTERM, it ends if what is running does not end for as long as it takes to be reported, except
+    while a checkpoint is written.
+
+    Attributes:
+        step: the last step of the last graph call, which is the same on all processes
+    """
+
+    def __init__(
+        self, run: Run, console: Console, signals: Signals, task: Task, stall_seconds: float
+    ) -> None:
+        """Prepares the thread, which starts when the watch is entered.
+
+        Args:
+            run: the run that is trained
+            console: prints what is noticed
+            signals: notes the signals; it has been entered
+            task: this process in its cluster
+            stall_seconds: how long nothing may end; 0: no limit
+        """
+        self.step = 0
+        self._run = run
+        self._console = console
+        self._signals = signals
+        self._task = task
+        self._stall_seconds = stall_seconds
+        self._ended = 0  # counts what has ended
+        self._thread = threading.Thread(target=self._watch, name="ctl_core watch", daemon=True)
+        self._sender: socket.socket
+        self._receiver: socket.socket
+        self._receives_signals = False
+        self._watched = 0  # identifies the thread that trains
+        self._arrivals: dict[int, float] = {}  # of the first signal of each number
+        self._end_at = float("inf")  # when the process ends, because of a second SIGINT
+        self._longest: dict[str, float] = {}  # seconds that passed in each kind of place
+        self._place: Place | None = None
+        self._seen = 0  # of what has ended
+        self._last_end = 0.0  # when something ended last, as far as was seen
+        self._since = 0.0  # the time since which the training is in its place
+        self._is_reported = False
+
+    def __enter__(self) -> Watch:
+        self._watched = threading.get_ident()
+        self._last_end = time.monotonic()
+        self._since = self._last_end
+        self._sender, self._receiver = socket.socketpair()
+        self._sender.setblocking(False)
+        self._receiver.settimeout(self._poll)
+        if threading.current_thread() is threading.main_thread():
+            descriptor = self._sender.fileno()
+            before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+            self._receives_signals = before == -1
+            if not self._receives_signals:  # the event loop of a notebook, for instance
+                signal.set_wakeup_fd(before)
+        self._tell_limit()
+        if self._receives_signals or self._stall_seconds:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        stack: TracebackType | None,
+    ) -> None:
+        if self._receives_signals:
+            signal.set_wakeup_fd(-1)
+        self._sender.close()  # which ends the thread
+        if self._thread.is_alive():
+            self._thread.join(self._poll)
+        else:
+            self._receiver.close()
+
+    def note_end(self) -> None:
+        """Notes that steps, batches of an evaluation or a checkpoint have ended."""
+        self._ended += 1
+
+    @property
+    def _poll(self) -> float:
+        """How often to look where the training is (seconds)."""
+        if not self._stall_seconds:
+            return _POLL
+        return min(_POLL, self._stall_seconds / 4)
+
+    def _watch(self) -> None:
+        """Receives signals, and looks where the training is, until the sender is closed."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                numbers = self._receiver.recv(64)
+                if not numbers:
+                    self._receiver.close()
+                    return
+                for number in numbers:
+                    self._receive(number)
+            self._look(time.monotonic())
+
+    # ---- Signals ---------------------------------------------------------------------------------
+
+    def _receive(self, number: int) -> None:
+        """Notes a signal."""
+        if number not in self._signals.handled:
+            return
+        number = self._signals.translate(number)
+        now = time.monotonic()
+        first = self._arrivals.setdefault(number, now)
+        self._signals.announce(number)
+        if number == signal.SIGINT and now > first + SAME_SIGNAL:
+            self._end_at = min(self._end_at, now + INTERRUPT_SECONDS)
+
+    def _tell_limit(self) -> None:
+        """Lets the line about a SIGTERM say how long the process waits."""
+        if self._receives_signals:
+            self._signals.patience = self._find_limit(self._place)
+
+    def _obey(self, now: float) -> None:
+        """Ends the process if the main thread does not obey a signal."""
+        if now > self._end_at:
+            self._end_process(signal.SIGINT, "interrupted")
+        terminated_at = self._arrivals.get(signal.SIGTERM)
+        if terminated_at is None or not self._stall_seconds:
+            return
+        limit = self._find_limit(self._place)
+        waited = now - max(terminated_at, self._last_end)
+        place = self._find_place()
+        if waited > limit and not (place is not None and place.is_checkpoint):
+            where = ""
+            if place is not None:
+                where = f"; this process was {place.text}"
+            self._end_process(
+                signal.SIGTERM,
+                f"SIGTERM: nothing ended within {limit:.0f} s{where}; it ends unsaved, and the run "
+                "goes on from its last checkpoint.",
+            )
+
+    def _end_process(self, number: int, text: str) -> None:
+        """Ends this process at once, after its last words."""
+        last_words = threading.Thread(target=self._say_last_words, args=(text,), daemon=True)
+        last_words.start()
+        last_words.join(_LAST_WORDS_SECONDS)  # what they need may be blocked, too
+        os._exit(128 + number)
+
+    def _say_last_words(self, text: str) -> None:
+        LOG.error(text)
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        background.tell_failure(f"error: {text}")
+        self._run.abandon()
+
+    # ---- Places ----------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        """Notices whether the training gets on."""
+        if self._ended != self._seen:
+            self._seen = self._ended
+            self._last_end = now
+            self._leave_place(None, now)
+        else:
+            place = self._find_place()
+            if place is None or self._place is None or place.kind != self._place.kind:
+                self._leave_place(place, now)
+            self._place = place
+        limit = self._find_limit(self._place)
+        is_stalled = self._place is not None and now - self._since > limit
+        if self._stall_seconds and is_stalled and not self._is_reported:
+            self._is_reported = True
+            assert self._place is not None
+            self._report(self._place, now - self._since)
+        self._obey(now)
+
+    def _leave_place(self, place: Place | None, now: float) -> None:
+        """Notes how long the training was in its place, and that it is in another one now."""
+        if self._place is not None:
+            kind = self._place.kind
+            self._longest[kind] = max(self._longest.get(kind, 0.0), now - self._since)
+        self._place = place
+        self._since = now
+        self._is_reported = False
+        self._tell_limit()
+
+    def _find_limit(self, place: Place | None) -> float:
+        """Returns how long nothing may end in a place (seconds)."""
+        if place is None:
+            return self._stall_seconds
+        return max(self._stall_seconds, 2 * self._longest.get(place.kind, 0.0))
+
+    def _find_place(self) -> Place | None:
+        """Returns where the training is; None while it traces, compiles, or does anything else."""
+        frame = sys._current_frames().get(self._watched)
+        return find_place(frame, has_peers=self._task.processes > 1)
+
+    def _report(self, place: Place, seconds: float) -> None:
+        """Says where the training is, and in a cluster where the other processes are."""
+        step = self.step
+        where = place.text
+        if place.kind in (_GRAPH_CALL, _EVALUATION):
+            where += self._describe_threads()
+        others = self._ask_others(step, place.text)
+        self._console.warn(
+            f"step {step}: for {seconds:.0f} s, no step, batch of an evaluation or checkpoint has "
+            f"ended; this process is {where}{others}."
+        )
+
+    def _describe_threads(self) -> str:
+        """Returns which lines of the user other threads are in, such as that of a generator."""
+        lines = []
+        for thread, frame in sys._current_frames().items():
+            if thread not in (self._watched, threading.get_ident()):
+                lines.append(_find_users_line(frame))
+        shown = ", ".join(sorted({line for line in lines if line})[:3])
+        if not shown:
+            return ""
+        return f"; other threads are in {shown}"
+
+    def _ask_others(self, step: int, text: str) -> str:
+        """Tells the other processes where this one is; returns where they are."""
+        task = self._task
+        if task.processes == 1:
+            return ""
+        answers = []
+        with contextlib.suppress(tf.errors.OpError):  # of a process that is gone, or asked again
+            publish(f"ctl_core/stall/{step}/{task.index}", json.dumps(text))
+            until = time.monotonic() + _ANSWER_SECONDS
+            for index in range(task.processes):
+                if index == task.index:
+                    continue
+                left = max(until - time.monotonic(), 0.1)
+                answer = read_published(f"ctl_core/stall/{step}/{index}", left)
+                where = "has not said where it is"
+                if answer is not None:
+                    where = f"is {json.loads(answer)}"
+                answers.append(f"; {task.describe(index)} {where}")
+        return "".join(answers)
+
+
+@functools.cache
+def _list_tracing() -> frozenset[object]:
+    """Returns the code of functions during which the training traces or compiles."""
+    return frozenset(function.__code__ for function in _TRACING)
+
+
+def find_place(frame: FrameType | None, has_peers: bool) -> Place | None:
+    """Returns where a training is, by the innermost frame of its thread; None if that is unknown.
+
+    A place is unknown while a graph is traced or compiled, and between the places listed here.
+
+    Args:
+        frame: the innermost frame
+        has_peers: whether there are other processes, for which a graph call may wait
+    """
+    waits = "computes or waits for data"
+    if has_peers:
+        waits = "computes, or waits for data or for another process"
+    lines: list[tuple[str, int]] = []  # of all frames so far, outermost first
+    while frame is not None:
+        lines.insert(0, (frame.f_code.co_filename, frame.f_lineno))
+        if _is_tracing(frame):
+            return None
+        place = _recognize(frame, lines, waits)
+        if place is not None:
+            return place
+        frame = frame.f_back
+    return None
+
+
+def _is_tracing(frame: FrameType) -> bool:
+    """Returns whether a function traces a graph, or calls one that may have to be compiled."""
+    if frame.f_code is StepFunctions.take_steps.__code__:
+        functions: StepFunctions = frame.f_locals["self"]
+        return functions.may_compile
+    return frame.f_code in _list_tracing()
+
+
+def _recognize(frame: FrameType, lines: list[tuple[str, int]], waits: str) -> Place | None:
+    """Returns the place that a frame stands for; None if it stands for none.
+
+    Args:
+        frame: of a function
+        lines: of the frame and of all frames within, outermost first
+        waits: what a graph call does
+    """
+    code = frame.f_code
+    if code is Hook.__call__.__code__:
+        hook: Hook = frame.f_locals["self"]
+        return Place(str(hook), f"in {hook.locate(lines)}")
+    if code is StepFunctions.take_steps.__code__:
+        return Place(_GRAPH_CALL, f"in a graph call, which {waits}")
+    if code is add_all_batches.__code__:
+        return Place(_EVALUATION, f"in an evaluation, which {waits}")
+    if code is Cluster.gather.__code__:
+        return Place("exchange", "waiting for the other processes")
+    if code.co_filename.startswith(_CHECKPOINT_FOLDER):
+        return Place("checkpoint", "in a checkpoint", is_checkpoint=True)
+    if code.co_filename.startswith(_INPUT_FOLDER):
+        return Place("data", "reading the training data")
+    return None
+
+
+def _find_users_line(frame: FrameType | None) -> str | None:
+    """Returns the innermost line of the user in a stack, such as ``callbacks.py:14``."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_source = os.path.isabs(file)
+        if is_source and not any(place in file for place in NOT_THE_USERS):
+            return f"{format_file_name(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def _forget_wakeup() -> None:
+    """Lets a forked process keep its signals for itself, instead of telling them to this one."""
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_wakeup)
