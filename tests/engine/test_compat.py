@@ -288,7 +288,9 @@ def test_added_losses_are_those_of_the_layer_itself() -> None:
 def test_replicas_have_losses_of_their_own() -> None:
     """The first replica's are there when the second one has called the layer, too."""
     layer = keras.layers.ActivityRegularization(l1=1.0)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
+    )
 
     def on_replica(value: tf.Tensor) -> Any:
         with compat.run_layers(training=True):
@@ -442,7 +444,10 @@ def test_cpu_devices_of_worker() -> None:
 
 
 def test_replicas_gather_tensors_in_their_order() -> None:
-    """As those of a cluster do, on two devices of this process; in a loop, too."""
+    """As those of a cluster do, on two devices of this process; in a loop, too.
+
+    No other test here may call a collective: they are numbered, and a number has one kind.
+    """
     from tensorflow.python.distribute import collective_all_reduce_strategy as module
 
     strategy = module.CollectiveAllReduceStrategy._from_local_devices(("CPU:0", "CPU:1"))

@@ -279,7 +279,7 @@ def test_commands_use_a_run_with_its_saved_settings() -> None:
     assert use("--config", "mine.yaml").config == other
     for words, message in (
         (["--runs-dir", "elsewhere"], "elsewhere: no run there yet"),
-        (["--checkpoint", "last"], "checkpoint: expected a whole number, got 'last'."),
+        (["--checkpoint", "first"], "checkpoint: expected a whole number, got 'first'."),
         (["--workers", "2"], "there is no setting '--workers'"),
     ):
         with pytest.raises(SetupError, match=f"^{re.escape(message)}"):
