@@ -35,14 +35,15 @@ def gather(value: tf.Tensor) -> tf.Tensor:
     return decode_sum(tf.ensure_shape(gathered, [None, *encoded.shape]), value.dtype)
 
 
-def gather_sparse(gradients: Sequence[tf.IndexedSlices]) -> list[list[tf.IndexedSlices]]:
+def gather_sparse(gradients: Sequence[tf.IndexedSlices], most: int) -> list[list[tf.IndexedSlices]]:
     """Returns the sparse gradients of all devices: for each device, as many as each one has.
 
     Args:
         gradients: gradients of one variable, each with its own number of rows
+        most: the most rows that any of them can have, in any step
     """
-    values = gather_rows([gradient.values for gradient in gradients])
-    indices = gather_rows([gradient.indices for gradient in gradients])
+    values = gather_rows([gradient.values for gradient in gradients], most)
+    indices = gather_rows([gradient.indices for gradient in gradients], most)
     shape = gradients[0].dense_shape
     return [
         [tf.IndexedSlices(*rows, shape) for rows in zip(*of_device, strict=True)]
@@ -50,16 +51,24 @@ def gather_sparse(gradients: Sequence[tf.IndexedSlices]) -> list[list[tf.Indexed
     ]
 
 
-def gather_rows(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+def gather_rows(tensors: Sequence[tf.Tensor], most: int) -> list[list[tf.Tensor]]:
     """Returns the tensors of all devices: for each device, as many as each one has.
+
+    They are exchanged with ``most`` rows, since an exchange in a loop needs a fixed shape.
 
     Args:
         tensors: tensors that differ only in their number of rows
+        most: the most rows that any of them can have, in any step
     """
     rows = gather(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))  # [devices, tensors]
-    most = tf.reduce_max(rows)
     no_padding = [[0, 0]] * (tensors[0].shape.rank - 1)
-    padded = [tf.pad(tensor, [[0, most - tf.shape(tensor)[0]], *no_padding]) for tensor in tensors]
+    padded = [
+        tf.ensure_shape(
+            tf.pad(tensor, [[0, most - tf.shape(tensor)[0]], *no_padding]),
+            [most, *tensor.shape[1:]],
+        )
+        for tensor in tensors
+    ]
     gathered = gather(tf.stack(padded))  # [devices, tensors, most, ...]
     devices = tf.distribute.get_strategy().num_replicas_in_sync
     return [

@@ -130,10 +130,13 @@ class LeafSum:
     Attributes:
         packing: how the dense ones among the summed tensors are packed; set when the first device
             is traced
+        sparse_rows: for each sparse gradient, the most rows that it has in one logical replica, and
+            the rows of its variable
     """
 
     def __init__(self, leaves: int, devices: int) -> None:
         self.packing: Packing | None = None
+        self.sparse_rows: list[tuple[int, int]] = []
         self._are_sparse: list[bool] = []
         self._leaves = leaves
         self._ranges = split_leaves(leaves, devices)
@@ -261,8 +264,11 @@ class LeafSum:
             padded = tf.pad(joined, [[0, missing]])
             gathered = tf.reshape(gather(padded), [-1, self._most_roots, bucket.size])
             totals.append(self._add_up_roots(gathered))
-        for number in range(len(self.packing.buckets), len(roots[0])):
-            totals.append(self._add_up_roots(gather_sparse([root[number] for root in roots])))
+        sparse_buckets = range(len(self.packing.buckets), len(roots[0]))
+        for number, (leaf_rows, table_rows) in zip(sparse_buckets, self.sparse_rows, strict=True):
+            most = min(table_rows, leaf_rows * max(map(len, self._ranges)))
+            gathered = gather_sparse([root[number] for root in roots], most)
+            totals.append(self._add_up_roots(gathered))
         return self._unpack_on_device(totals)
 
     def _add_up_roots(self, gathered: Sequence[Sequence[Bucket]] | tf.Tensor) -> Bucket:
@@ -463,6 +469,7 @@ class LogicalReplicas:
                 else:
                     share = Share(unpack_element(batch[index - first_leaf], shape.element_spec))
                 contribution, variables = forward_backward(share)
+                self._sum.sparse_rows = list_sparse_rows(contribution.gradients, variables)
                 gradients = merge_rows(contribution.gradients, compiled=False)
                 gradients = settle_gradients(gradients, variables)
                 contribution = contribution._replace(gradients=gradients)
@@ -596,6 +603,25 @@ def make_empty(bucket: Bucket) -> Bucket:
     if isinstance(bucket, tf.IndexedSlices):
         return tf.IndexedSlices(bucket.values[:0], bucket.indices[:0], bucket.dense_shape)
     return tf.zeros([0], bucket.dtype)
+
+
+def list_sparse_rows(
+    gradients: GradientsByObjective, variables: VariablesByObjective
+) -> list[tuple[int, int]]:
+    """Returns for each sparse gradient the most rows that it can have, and those of its variable.
+
+    Args:
+        gradients: the gradients of a logical replica, in which an index may occur more than once
+        variables: their variables
+    """
+    rows = []
+    for gradient, variable in zip(
+        tf.nest.flatten(gradients), tf.nest.flatten(variables), strict=True
+    ):
+        if isinstance(gradient, tf.IndexedSlices):
+            table_rows = int(variable.shape[0])
+            rows.append((gradient.values.shape[0] or table_rows, table_rows))
+    return rows
 
 
 def settle_gradients(

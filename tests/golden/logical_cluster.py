@@ -8,6 +8,7 @@ what a kill after the step KILLED would leave.
 import hashlib
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import tensorflow as tf
 
 import ctl_core
 from tests.golden import engine, small
+from tests.golden.logical_features import FEATURES, make_feature
 
 LOGICAL_REPLICAS = 6
 layers = keras.layers
@@ -174,6 +176,12 @@ PROGRAMS = {
     "cnn": Program(make_cnn),
     "observed": Program(make_observed),
     "elements": Program(make_elements, {"batch_size": 2 * LOGICAL_REPLICAS}),
+    # "all" has turns, an embedding, batch_weight, float16, kept last batches, averages, metrics of
+    # training and a reader.
+    **{
+        name: Program(partial(make_feature, name), FEATURES[name][1])
+        for name in ("embedding", "turns", "batch_weight", "last_batch", "compiled", "all")
+    },
 }
 
 
