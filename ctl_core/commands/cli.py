@@ -4,10 +4,8 @@ Settings come from the defaults, then config.yaml, then ``CTL_*`` environment va
 The config.yaml that an existing run has saved takes precedence over the project's.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import re
@@ -21,6 +19,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 from ctl_core.checkpoint.mirror import fetch_run
 from ctl_core.checkpoint.run_settings import CONFIG_FILE, has_settings, read_run_settings
 from ctl_core.checkpoint.source import CheckpointName, read_source
+from ctl_core.commands.help import GroupedFormatter, describe_command, list_examples
 from ctl_core.hooks.callbacks_file import DEFAULT
 from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
 from ctl_core.run.files import relative_path
@@ -386,23 +385,19 @@ def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[
 
 def _create_flag_source(command: str, fields: dict[str, Any]) -> Any:
     """Creates the parser of a command's flags, which pydantic builds from these fields."""
-    doc = (
-        f"{COMMANDS[command].text.capitalize()}. Settings come from the defaults, then "
-        "config.yaml, then the run's saved settings if it exists, then the environment "
-        f"({ENV_PREFIX}BATCH_SIZE=32), then these flags. --hparams.NAME VALUE sets a "
-        "hyperparameter of your own."
-    )
     source: Any = CliSettingsSource(
-        create_model(command, __base__=BaseSettings, __doc__=doc, **fields),
+        create_model(command, __base__=BaseSettings, **fields),
         cli_prog_name=f"python -m ctl_core {command}",
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_hide_none_type=True,
         cli_exit_on_error=False,
         cli_parse_none_str="null",
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30),
+        formatter_class=GroupedFormatter,
     )
     run_name = "" if command == "train" else "[NAME] "
+    source.root_parser.description = describe_command(COMMANDS[command].text, ENV_PREFIX)
+    source.root_parser.epilog = list_examples(command)
     source.root_parser.usage = f"%(prog)s {run_name}[--SETTING VALUE ...]"
     return source
 

@@ -14,6 +14,7 @@ import yaml
 import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.commands.cli import COMMANDS, Command, parse_command
+from ctl_core.commands.help import GROUPS
 from ctl_core.run.errors import SetupError
 from ctl_core.run.layers import load_config, write_config
 from ctl_core.run.settings import PERIODS, SETTINGS, Config
@@ -339,14 +340,21 @@ def test_saved_settings_read_back_equal(folder: Path) -> None:
 def test_help_shows_the_flags_of_a_command(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two screens."""
+    """In groups, on two screens."""
     monkeypatch.setenv("COLUMNS", "100")
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
-    assert "CTL_BATCH_SIZE" in shown and len(shown.splitlines()) < 80
+    assert "CTL_BATCH_SIZE" in shown and len(shown.splitlines()) < 100
     names = {*COMMANDS[command][1], *COMMANDS[command][2]} - {"hparams"}
     flags = {*re.findall(r"^  --([a-z-]+)", shown, re.MULTILINE)}
     assert flags == {name.replace("_", "-") for name in names}
+    assert command == "hooks" or "examples:\n  python -m ctl_core " in shown
+    assert max(map(len, shown.partition("examples:")[2].splitlines()), default=0) < 80
+
+
+def test_the_help_has_a_group_for_each_setting() -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted([*grouped, "hparams"]) == sorted(SETTINGS)
 
 
 def test_every_setting_is_used_somewhere() -> None:

@@ -1,0 +1,90 @@
+"""The text of ``--help``: settings in groups, and examples."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Iterable
+
+# The settings by the groups in which the help shows them. A test checks that none is missing.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "run": (
+        "steps", "epochs", "max_time", "run_name", "runs_dir", "fork", "init_from", "init_skip",
+        "seed", "ckpt_every", "keep", "mirror", "mirror_keep", "callbacks",
+    ),
+    "data": ("batch_size", "last_batch", "overfit_batches"),
+    "optimization": ("learning_rate", "lr_schedule", "warmup", "ema", "accumulate_steps"),
+    "devices": (
+        "strategy", "virtual_devices", "workers", "max_restarts", "logical_replicas",
+        "intra_op_threads", "deterministic", "precision", "jit_compile",
+    ),
+    "evaluation": (
+        "eval_every", "eval_batch_size", "limit_eval", "log_every", "keep_best", "early_stop",
+    ),
+    "output and debugging": (
+        "log_seconds", "listener", "on_nan", "detect_anomaly", "stall_seconds", "profile", "debug",
+    ),
+}  # fmt: skip
+# Arguments and what they do, by command.
+EXAMPLES = {
+    "train": {
+        "--check": "try every hook once",
+        "--steps 600 --run-name a": "train runs/a, or resume it",
+        "--run-name a --background": "go on without the terminal",
+    },
+    "evaluate": {
+        "a": "the best, or the last one",
+        "a --checkpoint 300": "that of step 300",
+        "a --watch": "each new one, while a trains",
+    },
+    "predict": {"a --input images.npy": "predictions of runs/a"},
+    "export": {"a --output models/a": "for TensorFlow Serving"},
+}
+_WIDTH = 78
+
+
+class GroupedFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows flags in the groups of ``GROUPS``, after those that are in none."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
+        """Adds the flags of a group of argparse, which has all of them."""
+        flags = {action.dest.replace("-", "_"): action for action in actions}
+        grouped = {name for names in GROUPS.values() for name in names}
+        super().add_arguments([action for name, action in flags.items() if name not in grouped])
+        for title, names in GROUPS.items():
+            group = [flags[name] for name in names if name in flags]
+            if group:
+                self.end_section()
+                self.start_section(title)
+                super().add_arguments(group)
+
+
+def describe_command(text: str, prefix: str) -> str:
+    """Returns what the help of a command says before the flags.
+
+    Args:
+        text: what the command does
+        prefix: of environment variables
+    """
+    return textwrap.fill(
+        f"{text.capitalize()}. Settings come from the defaults, then config.yaml, then the run's "
+        f"saved settings if it exists, then the environment ({prefix}BATCH_SIZE=32), then these "
+        "flags. --hparams.NAME VALUE sets a hyperparameter of your own.",
+        _WIDTH,
+    )
+
+
+def list_examples(command: str) -> str:
+    """Returns the examples of a command, for the end of its help; "" if there are none."""
+    examples = EXAMPLES.get(command, {})
+    if not examples:
+        return ""
+    longest = max(map(len, examples))
+    lines = [
+        f"  python -m ctl_core {command} {words:{longest}}  {text}"
+        for words, text in examples.items()
+    ]
+    return "\n".join(["examples:", *lines])
