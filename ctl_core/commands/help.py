@@ -30,7 +30,7 @@ EXAMPLES = {
     "train": {
         "--check": "try every hook once",
         "--steps 600 --run-name a": "train runs/a, or resume it",
-        "--run-name a --background": "go on without the terminal",
+        "--run-name a --background": "leave the terminal",
     },
     "evaluate": {
         "a": "the best, or the last one",
