@@ -29,7 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 EXAMPLES = {
     "train": {
         "--check": "try every hook once",
-        "--steps 600 --run-name a": "train runs/a, or resume it",
+        "--steps 600 --run-name a": "train, or resume, runs/a",
         "--run-name a --background": "leave the terminal",
     },
     "evaluate": {

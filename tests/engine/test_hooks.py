@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -285,6 +286,22 @@ def hooks_of(block: str, folder: Path) -> dict[str, Any]:
     shown: dict[str, Any] = {"keras": keras, "tf": tf, "ctl": ctl_core}
     exec(compile(block, str(file), "exec"), shown)
     return {name: shown[name] for name in SPECS if name in shown}
+
+
+def test_the_program_of_the_readme_learns(tmp_path: Path) -> None:
+    """As it stands there, and with the three hooks that change it."""
+    text = (PAGES.parent / "README.md").read_text()
+    program, changes = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    for name, source in (("plain", program), ("changed", program + changes)):
+        hooks: dict[str, Any] = {}
+        exec(compile(source.replace("100: report", "4: report"), "README.md", "exec"), hooks)
+        config = ctl_core.Config(
+            steps=60, batch_size=50, learning_rate=0.05, run_name=name, runs_dir=str(tmp_path)
+        )
+        state = ctl_core.train(SimpleNamespace(**hooks), config)
+        weights = state.train_model.get_weights()[0]
+        assert abs(weights - 1.0).max() < 0.1, "the target is the sum of the inputs"
+        assert any("norm" in line for line in state.history) == (name == "changed")
 
 
 SHOWN = [block for block in BLOCKS if "turns" not in block]
