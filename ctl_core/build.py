@@ -625,7 +625,10 @@ def _explain_untrainable(variable: Variable, strategy: tf.distribute.Strategy) -
     """Returns why a variable cannot be trained; None if it can."""
     is_created_here = strategy.extended.variable_created_in_scope
     if strategy.num_replicas_in_sync > 1 and not is_created_here(unwrap(variable)):
-        return "was made outside of the hooks, and so on no replica; make it in create_model"
+        return (
+            "was made outside of the hooks, so the replicas have no copies of it; make it in "
+            "create_model"
+        )
     if tf.as_dtype(variable.dtype) == tf.float16:
         return "is in float16, in which most updates are lost; use mixed_float16"
     if getattr(variable, "overwrite_with_gradient", False):  # by quantize("float8")

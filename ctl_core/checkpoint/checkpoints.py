@@ -378,8 +378,8 @@ class Checkpoints:
         self._settle_averages(record, with_input)
         if not set_flags(list_freezable(self._state.recording), record.frozen):
             self._console.warn(
-                "what was frozen in the checkpoint is of other layers than the model has now; "
-                "what is frozen is as create_model left it."
+                "the model has other layers than the checkpoint, so none is frozen because of it: "
+                "each is as create_model returned it."
             )
         self.saved_step = -1
         if folder == self._folder:
@@ -495,8 +495,8 @@ def check_written(state: State, graph: tf.Graph) -> None:
 def reject_unsaved(name: str) -> SetupError:
     """Returns the error for a variable or a table that a step writes and no checkpoint holds."""
     return SetupError(
-        f"the step writes {name}, which was made outside of the hooks, and is in no checkpoint; "
-        "make variables in create_model, return lookup tables from create_ckpt."
+        f"the step writes {name}, which was made outside of the hooks, so no checkpoint holds "
+        "it; make variables in create_model, and return lookup tables from create_ckpt."
     )
 
 

@@ -38,7 +38,17 @@ _APPENDED = (
     " Hint: If you want to see",
     "You can attempt the following resolutions",
     "\n\nStack trace for op definition: ",
+    " Label values: ",
 )
+# The cures of mistakes in graph hooks that Python and TensorFlow name without one.
+_CURES = {
+    r"object has no attribute 'numpy'": (
+        "in a graph, a tensor has no value: use TensorFlow ops, or a host hook"
+    ),
+    r"label value of -?\d+ which is outside the valid range": (
+        "the model needs an output for each class, and labels count from 0"
+    ),
+}
 
 
 class StackFrame(Protocol):
@@ -161,6 +171,9 @@ def format_error(error: BaseException, limit: int = 300) -> str:
     text = make_line(re.sub(r"\{\{node ([^}]*)\}\}", r"\1", text), limit)
     if not text:
         return kind
+    for mistake, cure in _CURES.items():
+        if re.search(mistake, text):
+            text = f"{text.rstrip('.')}; {cure}"
     if isinstance(error, RefusedCall):
         return text
     return f"{kind}: {text}"

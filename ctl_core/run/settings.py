@@ -61,7 +61,25 @@ _Place = Annotated[str, AfterValidator(check_mirror)]
 _Period = Count | Annotated[str, Field(pattern=f"^{EPOCHS}$")]
 _PeriodOrTime = Count | Annotated[str, Field(pattern=f"^(?:{TIME}|{EPOCHS})$")]
 _Time = Annotated[str, Field(pattern=f"^{TIME}$")]
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+
+
+def _check_name(name: str) -> str:
+    """Refuses a name that cannot be that of a folder directly in ``runs_dir``."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
+        return name
+    wrong = re.search(r"[^A-Za-z0-9._-]", name)
+    if wrong is not None:
+        problem = f"{quote(name)} contains {quote(wrong[0])}"
+    elif len(name) > 200:
+        problem = f"{quote(name)} is longer than 200 characters"
+    else:
+        problem = f"{quote(name)} does not begin with a letter or a digit"
+    raise ValueError(
+        f"{problem}; a run is a folder in runs_dir, so use letters, digits, '.', '_' and '-'."
+    )
+
+
+_Name = Annotated[str, AfterValidator(_check_name)]
 _Best = Annotated[str, Field(pattern="^[^:]+(:(max|min))?$")]
 _Patience = Annotated[str, Field(pattern="^[^:]+(:(max|min))?:[1-9][0-9]{0,8}$")]
 _Steps = Annotated[str, Field(pattern="^[0-9]{1,18}:[0-9]{1,18}$")]

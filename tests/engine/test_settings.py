@@ -373,3 +373,18 @@ def test_unknown_settings_of_a_run_are_refused_except_those_of_earlier_engines()
     (Path("runs/a") / "config.yaml").write_text("steps: 3\nbatchsize: 8\n")
     with pytest.raises(SetupError, match=r"config.yaml: batchsize: .*mean 'batch_size'"):
         resolve("--run-name", "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("a/b", "'a/b' contains '/'"),
+        ("a b", "'a b' contains ' '"),
+        (".a", "'.a' does not begin with a letter or a digit"),
+        ("a" * 201, "is longer than 200 characters"),
+    ],
+)
+def test_a_name_that_is_no_folder_is_refused_with_the_reason(name: str, problem: str) -> None:
+    message = refuse(f"--run-name={name}")
+    assert message.startswith("run_name: ") and problem in message
+    assert "a run is a folder in runs_dir" in message
