@@ -137,7 +137,7 @@ class Copier(Listener):
         """Returns the size of the checkpoints that are not completely copied yet (MB)."""
         with self._condition:
             staged = [self._current, self._waiting]
-        with contextlib.suppress(OSError):  # one of them was removed just now
+        with contextlib.suppress(OSError):  # a checkpoint may have been removed in the meantime
             return sum(checkpoint.measure() for checkpoint in staged if checkpoint) / 1e6
         return 0.0
 

@@ -233,7 +233,7 @@ def group_by_step(user_names: Iterable[str], engine_names: Iterable[str]) -> dic
     """Returns the files of all checkpoints by step, with the record of each checkpoint last.
 
     Args:
-        user_names: the names in a checkpoint folder; other files than checkpoints are left out
+        user_names: the names in a checkpoint folder; files of no checkpoint are left out
         engine_names: the names in its subfolder ``engine``
 
     Returns:

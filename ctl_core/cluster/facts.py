@@ -21,7 +21,7 @@ _MOST_LISTED = 4
 
 
 def describe_differences(task: Task, tables: Sequence[Facts], absent: str | None) -> str | None:
-    """Returns which processes differ from the others, and in which facts; None if all are alike.
+    """Returns which processes differ, and in which facts; None if no process differs.
 
     A process differs if its value is not the most frequent one. If there are two processes, process
     1 differs from process 0.

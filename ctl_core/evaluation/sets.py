@@ -95,7 +95,13 @@ class EvaluationData:
     """Reads the evaluation data of ``create_eval_dataset``."""
 
     def __init__(self, components: Components, config: Config, hook: Hook) -> None:
-        """``hook`` is ``create_eval_dataset``."""
+        """Prepares the reading.
+
+        Args:
+            components: the components of a step
+            config: the settings
+            hook: the hook ``create_eval_dataset``
+        """
         self._components = components
         self._config = config
         self._hook = hook
