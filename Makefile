@@ -10,10 +10,10 @@
 # make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
 # make pictures    draw docs/pictures: a run that is killed, and the shapes of the tutorial
 # make prove       train, kill and resume in many ways, beside fit and a loop: some minutes
-# make soak        kill a run before each of its file operations, resume it and compare bits: an hour of a
-#                  core for KILLS=1200; needs a C compiler and Linux
+# make soak        kill runs before each of their file operations, resume them, and compare the bits: an hour
+#                  of a core for KILLS=1200; needs a C compiler and Linux
 # make generated   write the tables of docs and the data of the example digits anew
-# make release VERSION=2.1.0   checks the CHANGELOG, sets the version, makes a tag, prints what to push
+# make release VERSION=2.1.0   check the CHANGELOG, set the version, create a tag, print the push command
 # make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"
 # make test-compat     the private names of TensorFlow and Keras, with those that are named:
 #                      WITH="tensorflow-cpu==2.21.* keras==3.15.*"
@@ -21,7 +21,7 @@
 # make test-ray        launch/ray_job.py on a real Ray of two nodes here
 # make test-clouds     launch/skypilot.yaml and vertex.yaml by the clouds' own packages, without a cloud
 # make test-trackers   tracker.py with wandb, MLflow, Comet and Trackio, offline
-# make test-s3         a mirror in a bucket of an S3 server here
+# make test-s3         a mirror in a bucket of a local S3 server
 #
 # Each makes the virtual environment it needs: .venv, or one of its own.
 PYTHON ?= python3

@@ -39,7 +39,7 @@ ROWS: list[tuple[str, int, str, int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-# Commands of a project in a folder with this callbacks.py, each timed as a whole process.
+# Commands that run in a folder with the file CALLBACKS; the whole process is timed.
 COMMANDS = {
     "a training of one step": ["train", "--steps", "1"],
     "--check": ["train", "--check"],
@@ -132,7 +132,7 @@ def compare(this: Path, other: Path, row: int, rounds: int) -> list[float]:
 
 
 def compare_commands(this: Path, other: Path, words: list[str], rounds: int) -> list[float]:
-    """Returns the ratios of a command, one for each round: this engine's time by the other's."""
+    """Returns for each round the time of a command with this engine, divided by the other's."""
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "callbacks.py").write_text(CALLBACKS, encoding="utf-8")

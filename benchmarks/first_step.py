@@ -71,7 +71,7 @@ def fit() -> None:
 
 
 def import_only() -> None:
-    """Imports what any training needs."""
+    """Imports TensorFlow and Keras, which any training needs."""
     import keras
     import tensorflow as tf
 

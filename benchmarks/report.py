@@ -21,7 +21,7 @@ FIT = "Keras fit"
 MANY = "Keras fit, many steps"
 TEXTBOOK = "textbook loop"
 COMPILED = "engine, compiled"
-# On a GPU, where the engine compiles by itself.
+# Measured on a GPU, where the engine compiles by default.
 UNCOMPILED = "engine, uncompiled"
 SAVING = "engine, saving"
 # Of a section of its own, in which every peer is deterministic.
@@ -33,9 +33,9 @@ IN_GRAPH = "textbook loop in the graph"
 EVALUATE = "Keras evaluate"
 EVALUATE_MANY = "Keras evaluate, many steps"
 OURS = ("engine", COMPILED, UNCOMPILED, SAVING, LOGICAL, MICRO_BATCHES)
-# A process that imports TensorFlow and Keras, which every first step waits for.
+# A process that only imports TensorFlow and Keras, for which every first step has to wait.
 IMPORTS = "imports alone"
-PARTS = (FLOOR, INPUT, IMPORTS)  # not a whole training each
+PARTS = (FLOOR, INPUT, IMPORTS)  # each is only a part of training
 BEST = "best peer"
 # Of the table of times: a column has the one of its peers that a section has.
 COLUMNS = {
@@ -134,7 +134,7 @@ GOALS = [
     Goal(CLUSTER, (TEXTBOOK,), ENGINE, 2.6),
     Goal(CLUSTER, (IN_GRAPH,), ENGINE, 1.6),
     Goal(("images", 1, 50), ENGINE, (INPUT,), 1.05, at_most=True),
-    # Three quarters of the time of ``fit`` are the imports, which both need.
+    # The imports, which both need, take three quarters of the time of ``fit``.
     Goal(START, ENGINE, (FIT,), 0.95, at_most=True),
     Goal(("checkpoints of cnn", 1, 50), (SAVING,), ENGINE, 1.06, at_most=True),
     Goal(("cnn, exact", 4, 50), (LOGICAL,), ENGINE, 1.25, at_most=True),
@@ -142,7 +142,7 @@ GOALS = [
     Goal(("evaluation of mlp", 1, 0), (EVALUATE,), ENGINE, 4.5),
     Goal(("evaluation of cnn", 1, 0), (EVALUATE,), ENGINE, 1.9),
 ]
-# Keras compiles by itself on a GPU, too, all but the LSTM.
+# On a GPU, Keras compiles by default, too, except for the LSTM.
 GPU_GOALS = [
     *(Goal((name, 1, 50), (MANY,), ENGINE, 4.0) for name in ("mlp", "transformer")),
     Goal(("cnn", 1, 50), (MANY,), ENGINE, 3.5),

@@ -23,7 +23,7 @@ _INPUT = "Placeholder"
 # The beginning of each error message of lowering, and the name of the op that it is about.
 _LOWERING_FAILED = "ValueError: Failed getting HLO text: '"
 _NODE = re.compile(r"\{\{node ([^{}]+)\}\}")
-# The types of ops that XLA refuses with deterministic ops, even on a CPU.
+# The types of ops that XLA cannot compile when ops are deterministic, even on a CPU.
 _NOT_DETERMINISTIC = frozenset({"MaxPoolGrad", "MaxPool3DGrad"})
 _CUDNN_CURE = "; create its layer with use_cudnn=False, and it can"
 
@@ -100,7 +100,7 @@ def find_obstacle_to_determinism(graph: tf.Graph, hooks: Hooks) -> str | None:
         return describe_op(op, hooks)
     for op in add_called_ops(graph.get_operations()):
         if op.type in _NOT_DETERMINISTIC:
-            # Its line is one of Keras, but its name contains that of the layer.
+            # The message has the op's name, which contains the layer's; its line is in Keras.
             return f"{op.name} cannot be compiled into a deterministic op"
     return None
 
@@ -134,7 +134,7 @@ def describe_failure(error: Exception, graph: tf.Graph, hooks: Hooks) -> str:
 
 @contextlib.contextmanager
 def forbid_uncompilable() -> Iterator[None]:
-    """Refuses summaries, and exchanges of replicas, in the executable of a replica.
+    """Refuses summaries and exchanges between replicas in the executable of a replica.
 
     Raises:
         NotCompilable: the code in the ``with`` block writes a summary or exchanges a value.
@@ -144,5 +144,5 @@ def forbid_uncompilable() -> Iterator[None]:
 
 
 def refuse_to_compile(*_: Any, **__: Any) -> None:
-    """Refuses anything that XLA cannot compile, whatever the arguments are."""
+    """Raises ``NotCompilable``; takes the place of a function that XLA cannot compile."""
     raise NotCompilable(NOT_COMPILABLE)

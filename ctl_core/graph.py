@@ -5,8 +5,9 @@ name.
 
 In a compiled run on a single replica, a step is one XLA executable, and so are many steps whose
 batches are read at once (see input/prefetch.py). The sum over several replicas cannot be part of an
-executable: there, each replica has two, made by step.py before the sum and by update.py after it.
-compilation.py decides whether a run is compiled.
+executable. In this case, each replica has two executables: step.py creates one for the work before
+the sum, and update.py creates one for the work after it. compilation.py decides whether a run is
+compiled.
 """
 
 from __future__ import annotations
@@ -115,9 +116,9 @@ class StepFunctions:
     Attributes:
         devices: the replica devices of this process
         flags: bool[steps, 2] for each call since it was last emptied, see ``combine_flags``
-        called: the graph functions that were called. TensorFlow optimizes or compiles a graph in
-            its first call.
-        may_compile: whether the running graph call, or the last one, may have to compile first
+        called: the graph functions that were called already. TensorFlow optimizes or compiles a
+            graph in its first call.
+        may_compile: whether the current or last graph call may include a compilation
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class StepFunctions:
         return values
 
     def _call(self, function: GraphFunction, *arguments: tf.Tensor) -> CallResult:
-        """Calls a graph function, and notes whether XLA compiles it now."""
+        """Calls a graph function, and records whether XLA may compile it in this call."""
         is_compiled = self._tracer.context.compilation is not Compilation.NOTHING
         self.may_compile = is_compiled and function not in self.called
         self.called.add(function)

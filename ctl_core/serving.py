@@ -378,8 +378,8 @@ def load(
 
     Args:
         run: the folder of the run, such as ``runs/a``
-        checkpoint: its step; ``best``, which ``keep_best`` keeps; or ``last``. By default, the
-            best one if the run keeps one
+        checkpoint: its step; ``best``, the checkpoint that ``keep_best`` keeps; or ``last``.
+            Default: the best one if the run keeps it, otherwise the newest
         callbacks: a module, a dict or any object with the hooks, instead of the project's file
 
     Raises:

@@ -1,8 +1,8 @@
-"""One training step: forward and backward pass, the sum over the replicas, the update.
+"""Takes a training step: forward and backward pass, the sum over the replicas, the update.
 
-Everything runs while a graph is traced, and sees all replicas at once, unless a function's
-docstring says that it runs on one replica. The work of a replica on its share of a batch is in
-model/forward.py, and the update in update.py.
+Everything runs while a graph is traced. Functions handle all replicas at once, unless their
+docstring says that they run on one replica. model/forward.py has the forward and backward pass of a
+replica on its share of a batch, and update.py has the update.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _run_compiled(
 
 
 def _define_compiled(function: ForwardBackward, variables: VariablesByObjective) -> GraphFunction:
-    """Defines the function that XLA compiles, which adds to ``variables`` when it is traced."""
+    """Returns a function that XLA compiles; tracing it adds the variables to ``variables``."""
 
     @tf.function(jit_compile=True, autograph=False)
     def compiled(share: Share) -> Contribution:
@@ -316,7 +316,7 @@ def _run_compiled_leaf(
     """Runs the forward and backward pass of one logical replica in an XLA executable.
 
     Raises:
-        SetupError: XLA cannot compile it; the message names the op and its line.
+        SetupError: XLA cannot compile the pass; the message names the op and its line.
     """
     variables: VariablesByObjective = {}
     compiled = _define_compiled(function, variables)

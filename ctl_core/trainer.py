@@ -69,11 +69,11 @@ class Trainer:
         """Prepares training; ``run`` is opened and ``console`` started when it begins.
 
         Args:
-            state: of the run
+            state: the state of the run
             run: the folder of the run
             console: prints messages
-            signals: notes signals
-            watch: is told what has ended
+            signals: records signals
+            watch: reports training that hangs; default: a watch without a time limit
 
         Raises:
             SetupError: the run is compiled, and cannot be compiled here.
@@ -206,7 +206,7 @@ class Trainer:
         run.end(ending)
 
     def _start_progress(self) -> None:
-        """Begins the progress line of the console."""
+        """Starts the progress line of the console."""
         state = self.state
         steps_per_epoch = None
         if state.config.epochs is not None:

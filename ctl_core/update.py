@@ -1,7 +1,7 @@
-"""The update of a step: from the sums over the replicas to the weights.
+"""Makes the update of a step: applies the sums over the replicas to the weights.
 
-``update_pre`` changes the sums, optimizers apply them, and ``update_post`` follows. Like step.py,
-everything runs while a graph is traced.
+``update_pre`` changes the summed gradients, optimizers apply them, and then ``update_post`` runs.
+As in step.py, everything runs while a graph is traced.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Updates(NamedTuple):
 
     Attributes:
         applied: the gradients that optimizers apply
-        displayed: the gradients that host hooks are shown
-        skips: whether to leave out an update, a bool scalar; only if ``update_pre`` returned it
+        displayed: the gradients that host hooks receive as ``display_gradients``
+        skips: whether to skip an update, a bool scalar; only if ``update_pre`` returned it
     """
 
     applied: GradientsByObjective
@@ -69,11 +69,12 @@ class UpdateResult(NamedTuple):
 def finish_sums(context: StepContext, is_executable: bool, total: Contribution) -> Contribution:
     """Returns the sums of the unscaled objectives and their gradients, on one replica.
 
-    They are divided by the weight of the batch, and a sparse gradient has each index once.
+    The sums are divided by the weight of the batch, and in a sparse gradient each index occurs
+    once.
 
     Args:
-        context: of the step
-        is_executable: whether XLA compiles what is traced
+        context: the context of the step
+        is_executable: whether XLA compiles the traced graph
         total: returned by ``sum_contributions``
     """
     gradients = reduction.merge_rows(total.gradients, is_executable)
@@ -84,8 +85,8 @@ def unscale_sums(context: StepContext, total: Contribution) -> Contribution:
     """Divides the sums by the loss scale and by the weight of the batch, on one replica.
 
     Args:
-        context: of the step
-        total: the sums over all replicas, in which a sparse gradient has each index once
+        context: the context of the step
+        total: the sums over all replicas; in a sparse gradient, each index occurs once
     """
     components = context.components
     loss = total.loss
@@ -110,11 +111,11 @@ def make_update(
     """Makes the update with the sums over the replicas.
 
     Args:
-        context: of the step, or of a turn within it
-        replicas: make it
+        context: the context of the step, or of a turn within it
+        replicas: the replicas that make the update
         examples: the number of examples in the global batch
-        variables: by objective, in the order of the gradients
-        contribution: of each replica, before the sum
+        variables: the variables by objective, in the order of the gradients
+        contribution: the contribution of each replica, before the sum
         total: returned by ``sum_contributions``
     """
     is_executable = context.compilation is Compilation.STEP
@@ -135,13 +136,14 @@ def make_compiled_update(
     contribution: Contribution,
     total: Contribution,
 ) -> UpdateResult:
-    """Makes the update in an executable of each replica, see ``make_update``.
+    """Makes the update in one XLA executable for each replica, see ``make_update``.
 
-    So a seed gives the same random numbers before the sum and after it. An update that XLA cannot
-    compile, because it writes a summary for example, is not compiled if it draws nothing.
+    With XLA, a seed gives the same random numbers in the update as before the sum. If XLA cannot
+    compile the update, for example because it writes a summary, the update is not compiled,
+    provided that it draws no random numbers.
 
     Raises:
-        SetupError: it draws random numbers, and cannot be compiled.
+        SetupError: the update draws random numbers, and cannot be compiled.
     """
     arguments = context.hooks.update_pre.arguments
     needed = contribution._replace(
@@ -171,9 +173,9 @@ def refuse_random_ops(
     """Refuses an update that is not compiled, if it draws random numbers.
 
     Args:
-        context: of the step
+        context: the context of the step
         operations: the ops of the update
-        obstacle: why the update is not compiled
+        obstacle: the reason why the update is not compiled, for the message
 
     Raises:
         SetupError: an op draws random numbers; the message names its line.
@@ -197,7 +199,7 @@ def _run_compiled_update(
     """Makes the update of one replica in an XLA executable.
 
     Raises:
-        NotCompilable: XLA cannot compile it.
+        NotCompilable: XLA cannot compile the update.
     """
     strategy = context.components.strategy
     replica = tf.get_static_value(tf.convert_to_tensor(replica_id()))
@@ -234,10 +236,10 @@ def call_update_pre(
     """Calls ``update_pre`` for each objective on one replica; nothing is applied yet.
 
     Args:
-        context: of the step, or of a turn within it
+        context: the context of the step, or of a turn within it
         examples: the number of examples in the global batch
-        variables: by objective, in the order of the gradients
-        contribution: of the replica, before the sum
+        variables: the variables by objective, in the order of the gradients
+        contribution: the contribution of the replica, before the sum
         summed: the gradients and objectives summed over the replicas
     """
     components = context.components
@@ -279,7 +281,7 @@ def call_update_pre(
 
 
 def _check_shapes(context: StepContext, update: Gradients, variables: list[Variable]) -> None:
-    """Refuses gradients of ``update_pre`` that do not fit their variables."""
+    """Refuses gradients returned by ``update_pre`` that do not match their variables."""
     problem = ""
     for gradient, variable in zip(update, variables, strict=False):
         shape = tf.TensorShape(getattr(gradient, "shape", None))
@@ -312,8 +314,8 @@ def apply_updates(
     summed: Contribution,
     updates: Updates,
 ) -> None:
-    """Lets optimizers apply the updates; in float16 only if all gradients are finite."""
-    # The gradients are the same on all replicas, so the decision is one for all of them.
+    """Lets optimizers apply the updates; with float16, only if all gradients are finite."""
+    # The gradients are the same on all replicas, so a single check decides for all of them.
     gradients = tf.nest.flatten(summed.gradients)
     _apply_if_finite(
         context,
@@ -325,7 +327,10 @@ def apply_updates(
 def _apply_if_finite(
     context: StepContext, apply: Callable[[], None], gradients: list[tf.Tensor]
 ) -> None:
-    """Applies an update; with a loss scale only if the gradients are finite, and adjusts it."""
+    """Applies an update; with a loss scale, skips it unless all gradients are finite.
+
+    The loss scale is adjusted in either case.
+    """
     loss_scale = context.components.loss_scale
     if loss_scale is None:
         apply()
@@ -338,10 +343,11 @@ def _apply_if_finite(
 def apply_on_devices(
     context: StepContext, variables: VariablesByObjective, updates: Updates
 ) -> None:
-    """Applies the updates on each device of this process, each to the device's own variables.
+    """Applies the updates on each device of this process, to the variables of that device.
 
-    No value passes between replicas: all compute the same from the same gradients. So a condition,
-    of ``update_pre`` or of an optimizer, has the same value on all of them.
+    Replicas exchange no values here, because all of them compute the same update from the same
+    gradients. A condition in ``update_pre`` or in an optimizer thus has the same value on all of
+    them.
     """
     updated = list(itertools.chain(*variables.values()))
     if not updated:
@@ -368,12 +374,12 @@ def apply_on_replica(
     summed: Contribution,
     updates: Updates,
 ) -> None:
-    """Does what ``apply_updates`` does, for one replica, in the context of an update.
+    """Applies the updates on one replica, like ``apply_updates``; runs in an update context.
 
     Args:
-        context: of the step, or of a turn within it
-        number: of the device among those of this process
-        variables: by objective, in the order of the gradients
+        context: the context of the step, or of a turn within it
+        number: the index of the device among the devices of this process
+        variables: the variables by objective, in the order of the gradients
         summed: the gradients and objectives summed over the replicas
         updates: returned by ``call_update_pre``
     """
@@ -393,11 +399,11 @@ def apply_on_device(
     """Applies the updates on one device of this process.
 
     Args:
-        context: of the step, or of a turn within it
-        number: of the device among those of this process
-        variables: by objective, in the order of the gradients
+        context: the context of the step, or of a turn within it
+        number: the index of the device among the devices of this process
+        variables: the variables by objective, in the order of the gradients
         applied: the gradients that optimizers apply, by objective
-        skips: whether to leave out an update, by objective
+        skips: whether to skip an update, by objective
     """
     strategy = context.components.strategy
     with (
@@ -423,7 +429,7 @@ def _find_common_skip(
 
 
 def run_unless(is_skipped: tf.Tensor | None, function: Callable[[], None]) -> None:
-    """Calls a function; where ``is_skipped`` is a tensor, under that condition in the graph."""
+    """Calls a function; if ``is_skipped`` is a tensor, only where it is false, by ``tf.cond``."""
     if is_skipped is None:
         function()
     else:
@@ -433,7 +439,7 @@ def run_unless(is_skipped: tf.Tensor | None, function: Callable[[], None]) -> No
 def apply_gradients(
     context: StepContext, objective: str, gradients: Gradients, variables: list[Variable]
 ) -> None:
-    """Lets the optimizer of an objective apply gradients, which are summed already."""
+    """Lets the optimizer of an objective apply gradients, which have already been summed."""
     optimizer = context.components.optimizers[objective]
     pairs = list(zip(gradients, variables, strict=True))
     if pairs:
@@ -441,7 +447,7 @@ def apply_gradients(
 
 
 def finish_update(context: StepContext) -> None:
-    """Calls ``update_post``, and after the last turn averages the weights, on one device."""
+    """Calls ``update_post``, and after the last turn updates the average, on one device."""
     components = context.components
     hook = context.hooks.update_post
     if hook is not None:

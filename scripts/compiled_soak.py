@@ -112,7 +112,7 @@ def main() -> int:
         gc.collect()
     if arguments.trainings > 1:
         early, late = uses[3], uses[-1]
-        # XLA keeps the executables of each model for as long as the process runs.
+        # XLA keeps the executables of each model until the process ends.
         has_leaked = late.threads > early.threads + MORE_THREADS
     else:
         early, late = uses

@@ -1,8 +1,8 @@
-// Kills the process just before it changes a file of a folder for the Nth time.
+// Kills the process immediately before it changes a file of a folder for the Nth time.
 //
-// scripts/soak_operations.py loads this library by LD_PRELOAD, and calls kill_at_arm. The calls below
-// are those of the C library by which Python and TensorFlow change files. A kill before a write, an
-// fsync or an fclose leaves the torn file that a real kill would leave.
+// scripts/soak_operations.py loads this library through LD_PRELOAD, and calls kill_at_arm. It wraps
+// the functions of the C library with which Python and TensorFlow change files. A kill before a
+// write, an fsync or an fclose leaves an incomplete file, as a real kill would.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,8 +1,8 @@
 """Makes a release in this clone: ``make release VERSION=2.1.0``; nothing is pushed.
 
-Before, write the entry of the version into ctl_core/CHANGELOG.md, with its date, and commit. The
-script sets the version in the other files, commits these, and makes the tag. It needs only Python
-and git.
+First, write a dated entry for the version into ctl_core/CHANGELOG.md, and commit it. The script
+sets the version in the other files, commits them, and creates the tag. It needs only Python and
+git.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = re.compile(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?")
-# The files with the version, and the line that holds it there.
+# The files that contain the version, with the new line and a pattern of the old one.
 PLACES = {
     "ctl_core/__init__.py": ('__version__ = "{version}"', r'__version__ = ".*"'),
     "CITATION.cff": ("version: {version}", r"version: .*"),
@@ -22,17 +22,17 @@ PLACES = {
 
 
 def git(*words: str) -> str:
-    """Runs git in this repository; returns what it prints."""
+    """Runs git in this repository, and returns its output."""
     return subprocess.run(
         ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.strip()
 
 
 def find_date(version: str) -> str:
-    """Returns the date of a version, which has to be the first heading of the CHANGELOG.
+    """Returns the date of a version from the first heading of the CHANGELOG.
 
     Raises:
-        SystemExit: the first heading is another one, or has no date.
+        SystemExit: the first heading names another version, or has no date.
     """
     changelog = (ROOT / "ctl_core" / "CHANGELOG.md").read_text(encoding="utf-8")
     heading = next((line for line in changelog.splitlines() if line.startswith("## ")), "none")
@@ -46,14 +46,14 @@ def find_date(version: str) -> str:
 
 
 def set_version(version: str, date: str) -> None:
-    """Writes the version, and the date of the release, into the files that have them."""
+    """Writes the version and the date of the release into the files that contain them."""
     for name, (line, pattern) in PLACES.items():
         replace_line(ROOT / name, pattern, line.format(version=version))
     replace_line(ROOT / "CITATION.cff", r"date-released: .*", f"date-released: {date}")
 
 
 def replace_line(path: Path, pattern: str, line: str) -> None:
-    """Replaces the one line of a file that matches a pattern."""
+    """Replaces the line of a file that matches a pattern; exactly one line must match."""
     text = path.read_text(encoding="utf-8")
     text, count = re.subn(rf"^{pattern}$", line, text, flags=re.MULTILINE)
     if count != 1:
@@ -62,7 +62,7 @@ def replace_line(path: Path, pattern: str, line: str) -> None:
 
 
 def main() -> None:
-    """Checks, sets the version, commits, tags, and prints what to push."""
+    """Checks the clone, sets the version, commits, tags, and prints the command to publish it."""
     version = sys.argv[1] if len(sys.argv) == 2 else ""
     if not VERSION.fullmatch(version):
         sys.exit(f"release: expected a version such as VERSION=2.1.0, got {version!r}.")

@@ -1,14 +1,14 @@
 """Kills training at each of its file operations: ``make soak``.
 
-``python -m scripts.soak_operations FOLDER --kills 1200`` trains a tiny program on two replicas that
-draw random numbers of their own, with ``--keep-best`` and a manager that removes old checkpoints. A
-run is killed (SIGKILL) just before its N-th file operation, started again, killed again, and so on;
-N takes each number up to the number of operations of a whole run. In the end, each run is trained
-to its last step. It must then have the checkpoint and the metrics of a run that was never killed,
-bit for bit.
+``python -m scripts.soak_operations FOLDER --kills 1200`` trains a tiny program on two replicas,
+each of which draws its own random numbers, with ``--keep-best`` and a manager that removes old
+checkpoints. A run is killed (SIGKILL) immediately before its N-th file operation, started again,
+killed again, and so on. N takes each value up to the number of operations of a complete run, in
+random order. In the end, each run is trained to its last step. Its last checkpoint and metrics must
+then equal those of a run that was never killed, bit for bit.
 
-A start takes longer than the steps of a run. Therefore all processes are forked off one that has
-imported TensorFlow, but not started it, and graphs are not optimized. kill_at.c counts the
+A start takes longer than the steps of a run. Therefore, all processes are forks of a process that
+has imported TensorFlow but not initialized it, and graphs are not optimized. kill_at.c counts the
 operations; it needs a C compiler and Linux.
 """
 
@@ -37,14 +37,14 @@ import numpy as np
 import tensorflow as tf
 
 import ctl_core
-import ctl_core.commands.train  # so that no fork has to
+import ctl_core.commands.train  # here, so that forks need not import it
 from scripts.proof import noisy
 
 SOURCE = Path(__file__).with_name("kill_at.c")
 STEPS = 8
-# A start of a run with steps left takes at least so many operations.
+# A start of a run with steps left performs at least this many operations.
 MOST_AT_START = 30
-# A run is killed at most so many times.
+# The maximum number of kills of a run.
 KILLS = 8
 SETTINGS: dict[str, Any] = {
     "steps": STEPS,
@@ -58,12 +58,12 @@ SETTINGS: dict[str, Any] = {
 
 
 class Result(NamedTuple):
-    """What a process that has trained a run to its end leaves.
+    """The results of a process that has trained a run to its end.
 
     Attributes:
-        digest: of all tensors of the last checkpoint and of the metrics
-        operations: how many file operations it took
-        modules: the modules that it has imported
+        digest: a digest of all tensors of the last checkpoint and of the metrics
+        operations: the number of file operations
+        modules: the names of the imported modules
     """
 
     digest: str
@@ -72,7 +72,7 @@ class Result(NamedTuple):
 
 
 def prepare_process(folder: Path) -> None:
-    """Compiles kill_at.c, and starts this program again with it; returns in the new process."""
+    """Compiles kill_at.c and restarts this program with it; returns only in the new process."""
     library = folder / "kill_at.so"
     if os.environ.get("LD_PRELOAD") == str(library):
         return
@@ -88,7 +88,7 @@ def start(folder: Path, operation: int) -> int:
     """Trains a run in a forked process, which is killed before an operation.
 
     Args:
-        folder: holds the run, and its log
+        folder: the folder with the run and its log
         operation: the number of the operation; 0: the process is not killed
 
     Returns:
@@ -110,7 +110,7 @@ def start(folder: Path, operation: int) -> int:
 
 
 def train(folder: Path, operation: int) -> int:
-    """Trains a run to its end, in a process of its own, and writes its ``Result``."""
+    """Trains a run to its end and writes its ``Result``; runs in a forked process."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -132,8 +132,8 @@ def read_digest(run: Path) -> str:
     for prefix in prefixes:
         reader = tf.train.load_checkpoint(str(run / "ckpt" / prefix))
         for key in sorted(reader.get_variable_to_shape_map()):
-            # The position has another serialized form in each process, and the graph of objects
-            # depends on where the process started.
+            # The position in the data is serialized differently in each process, and the graph of
+            # objects depends on the step from which the process started.
             if "ITERATOR" in key or "_CHECKPOINTABLE_OBJECT_GRAPH" in key or "save_counter" in key:
                 continue
             digest.update(key.encode())
@@ -146,18 +146,19 @@ def read_result(folder: Path) -> Result:
 
 
 def import_modules(names: list[str]) -> None:
-    """Imports modules, so that no fork has to, and exempts them from garbage collection."""
+    """Imports modules, so that forks need not, and exempts them from garbage collection."""
     for name in names:
-        with contextlib.suppress(Exception):  # some can only be imported by another one
+        with contextlib.suppress(Exception):  # some modules can only be imported by another module
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
 
 
 class Operations:
-    """Chooses the operations before which a run is killed, each once before any of them again.
+    """Chooses the operations before which runs are killed; repeats none before all were chosen.
 
-    The first start of a run may be killed before any of them. When it resumes, it has fewer left.
+    The first start of a run may be killed before any operation. A resumed run performs fewer
+    operations.
     """
 
     def __init__(self, operations: int, seed: int) -> None:
@@ -166,7 +167,7 @@ class Operations:
         self._unused: dict[bool, list[int]] = {}
 
     def choose(self, run: Path, is_resumed: bool) -> int:
-        """Returns the number of an operation that the next start of a run may reach."""
+        """Returns the number of an operation that the next start of a run can reach."""
         most = self._operations
         if is_resumed:
             steps = [int(path.stem[5:]) for path in run.glob("ckpt/engine/ckpt-*.json")]
@@ -183,13 +184,13 @@ class Operations:
 
 
 def soak(folder: Path, kills: int, seed: int) -> dict[str, int]:
-    """Kills and resumes runs until so many kills are spent.
+    """Kills and resumes runs until the number of kills is reached.
 
     Returns:
         The counts for the report.
 
     Raises:
-        AssertionError: a run could not be resumed, or has other weights or metrics.
+        AssertionError: a run could not be resumed, or its weights or metrics differ.
     """
     whole = folder / "whole"
     whole.mkdir()
@@ -215,13 +216,13 @@ def soak(folder: Path, kills: int, seed: int) -> dict[str, int]:
 def kill_and_resume(
     place: Path, operations: Operations, counts: dict[str, int], kills: int
 ) -> None:
-    """Trains a run to its end, killed as often as it comes to the operation that is chosen.
+    """Trains a run to its end, with a kill in each start that reaches the chosen operation.
 
     Args:
         place: the folder of the run
         operations: chooses the operations
         counts: the counts for the report, to which the kills are added
-        kills: how many kills there are at most, in all runs
+        kills: the maximum number of kills in all runs
 
     Raises:
         AssertionError: the run could not be resumed.

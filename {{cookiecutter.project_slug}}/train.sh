@@ -30,7 +30,7 @@ install() {
   trap 'exit 130' INT TERM # when pip has ended, so that nobody else installs meanwhile
   fits .venv/bin/python || make_environment
   command=(.venv/bin/python -m pip install --disable-pip-version-check --editable .)
-  [ -z "$uv" ] || command=(uv sync --inexact --no-dev) # what else is there stays
+  [ -z "$uv" ] || command=(uv sync --inexact --no-dev) # --inexact keeps other packages
   [ -t 2 ] || command+=(--quiet)              # progress is for a terminal
   say "installing what pyproject.toml asks for into $PWD/.venv"
   "${command[@]}" || fail "the installation failed (see above); the next run repeats it"

@@ -1,6 +1,6 @@
-"""Copies each checkpoint to the mirror while training goes on, in a thread; mirror.py copies.
+"""Decides when checkpoints are copied to the mirror, in a thread; mirror.py copies them.
 
-A mirror that fails never ends a training. What is missing there is reported.
+A failing mirror never ends training. Checkpoints that could not be copied are reported.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from ctl_core.run.files import remove
 from ctl_core.run.listeners import Listener, Listeners
 from ctl_core.run.settings import Config
 
-# When the end of a run has to wait for the mirror, a line says so after this time (seconds), and
-# another one says how far it is after each such interval.
+# If a run has to wait for the mirror at its end, a line reports this after PATIENCE, and further
+# lines report the progress every INTERVAL (seconds).
 PATIENCE = 1.0
 INTERVAL = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class StagedCheckpoint:
-    """A checkpoint that is to be copied.
+    """A checkpoint that waits to be copied.
 
     Attributes:
         step: its step
         best: the step of the best checkpoint, or -1
-        folder: holds links to the files of both, so that they stay when the run deletes them
-        is_new: whether it was saved just now; otherwise, the mirror may have it already
+        folder: contains links to the files of both, so that they remain if the run deletes them
+        is_new: whether it was saved just now; otherwise, the mirror may already have it
     """
 
     step: int
@@ -60,7 +60,7 @@ class StagedCheckpoint:
 class Copier(Listener):
     """Copies checkpoints to the mirror, one at a time.
 
-    If training saves faster than the mirror takes, the newest checkpoint takes the place of the one
+    If checkpoints are saved faster than they can be copied, the newest checkpoint replaces the one
     that waits to be copied.
     """
 
@@ -68,14 +68,14 @@ class Copier(Listener):
         self._mirror = mirror
         self._run = run
         self._console = console
-        self._condition = threading.Condition()  # guards the next three
+        self._condition = threading.Condition()  # guards the next three attributes
         self._waiting: StagedCheckpoint | None = None
         self._current: StagedCheckpoint | None = None
         self._is_closing = False
         self._last_step = -1
         self._missing = 0
         self._causes: set[str] = set()
-        # Does not keep the process from ending, if Ctrl-C leaves a copy.
+        # A daemon, so that the process can end if Ctrl-C interrupts the wait for a copy.
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         remove(run / STAGING)
         self._thread.start()
@@ -85,11 +85,11 @@ class Copier(Listener):
         self._copy_last()
 
     def saved(self, step: int, path: Path) -> None:
-        """Copies a checkpoint that is complete now."""
+        """Copies a checkpoint that has just been completed."""
         self._stage(step, is_new=True)
 
     def finish(self) -> None:
-        """Waits until the mirror has the last checkpoint; Ctrl-C leaves the copy as it is."""
+        """Waits until the mirror has the last checkpoint; Ctrl-C ends the wait."""
         self._copy_last()
         try:
             self._wait()
@@ -107,14 +107,14 @@ class Copier(Listener):
             )
 
     def _copy_last(self) -> None:
-        """Copies the newest checkpoint of the run, if it was not staged and the mirror lacks it."""
+        """Copies the run's newest checkpoint, if it was not staged yet and the mirror lacks it."""
         records = read_complete_records(self._run / "ckpt")
         step = next((record.step for record in records), -1)
         if step > self._last_step:
             self._stage(step, is_new=False)
 
     def _wait(self) -> None:
-        """Waits until all staged checkpoints are copied; prints how far that is."""
+        """Waits until all staged checkpoints are copied; prints the progress."""
         with self._condition:
             self._is_closing = True
             self._condition.notify()
@@ -134,15 +134,15 @@ class Copier(Listener):
                 self._console.say(f"mirror: {copied / 1e6:.1f} of {self._measure():.1f} MB")
 
     def _measure(self) -> float:
-        """Returns the size in MB of the checkpoints that are not copied yet."""
+        """Returns the size of the checkpoints that are not completely copied yet (MB)."""
         with self._condition:
             staged = [self._current, self._waiting]
-        with contextlib.suppress(OSError):  # one of them was removed just now
+        with contextlib.suppress(OSError):  # a checkpoint may have been removed in the meantime
             return sum(checkpoint.measure() for checkpoint in staged if checkpoint) / 1e6
         return 0.0
 
     def _stage(self, step: int, is_new: bool) -> None:
-        """Lets a checkpoint wait to be copied."""
+        """Links the files of a checkpoint, and queues it for the thread to copy."""
         ckpt = self._run / "ckpt"
         folder = self._run / STAGING / str(step)
         self._last_step = step
@@ -163,7 +163,7 @@ class Copier(Listener):
             remove(replaced.folder)
 
     def _work(self) -> None:
-        """Copies what waits, until the run has ended and nothing waits any more."""
+        """Copies staged checkpoints, until the run has ended and none is waiting."""
         while True:
             with self._condition:
                 while self._waiting is None and not self._is_closing:
@@ -175,7 +175,7 @@ class Copier(Listener):
             self._copy(self._current)
 
     def _copy(self, staged: StagedCheckpoint) -> None:
-        """Copies a checkpoint; reports a failure, and training goes on."""
+        """Copies a checkpoint; a failure is reported and does not end training."""
         try:
             if staged.is_new or staged.step not in self._mirror.list_steps():
                 self._mirror.copy(staged.folder, staged.step, staged.best)
@@ -186,10 +186,10 @@ class Copier(Listener):
                 remove(staged.folder)
 
     def _note_failure(self, step: int, error: Exception) -> None:
-        """Counts a checkpoint that the mirror lacks, and warns once of each cause."""
+        """Counts a checkpoint that could not be copied; prints each cause only once."""
         self._missing += 1
         cause = format_error(error)
-        # Not the whole text, which may contain the name of the file.
+        # Compares only the beginning, since the whole text may contain the name of a file.
         kind = f"{type(error).__name__} {getattr(error, 'errno', None) or cause[:40]}"
         if kind in self._causes:
             return
@@ -204,17 +204,17 @@ class Copier(Listener):
 def copy_to_mirror(
     config: Config, task: Task, run: Path, listeners: Listeners, console: Console
 ) -> Iterator[None]:
-    """Copies the checkpoints of a training to its mirror, if it has one; the chief does.
+    """Copies the checkpoints of a run to its mirror, on the chief; does nothing without a mirror.
 
-    When training has ended or failed, the context waits for the last copy. It does not if training
-    was interrupted.
+    When training has ended or failed, the context waits for the last copy. It does not wait if
+    training was interrupted.
 
     Args:
         config: the settings
         task: this process in its cluster
         run: the folder of the run
-        listeners: of the run, which tell of its checkpoints
-        console: prints what happens to the copies
+        listeners: the listeners of the run, to which the copier is added
+        console: prints the progress and the failures of copying
     """
     if config.mirror is None or not task.chief:
         yield

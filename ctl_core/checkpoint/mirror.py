@@ -1,17 +1,17 @@
-"""Copies a run to the mirror and fetches it from there, so that it outlives the machine.
+"""Copies a run to the mirror and fetches it from there, so that it survives the machine's loss.
 
-A mirror is a folder or a bucket that the setting ``mirror`` names. The copy of a run in it,
+A mirror is the folder or bucket that the setting ``mirror`` names. In it, the copy of a run,
 MIRROR/NAME, has the layout of the run's folder:
 
     config.yaml, callbacks.py, metrics.jsonl
     tb/, tb/train/, tb/eval/            the event files of TensorBoard
     ckpt/, ckpt/engine/                 the newest checkpoints, and the best one
 
-The rules are those of checkpoints.py: the record of a checkpoint is written last and removed first,
-so that a checkpoint that was only partly copied does not count. This holds on both sides.
+As in checkpoints.py, the record of a checkpoint is written last and removed first, so a checkpoint
+that was only partly copied is ignored. This holds in the mirror and in the run's folder.
 
-copying.py decides when a checkpoint is copied. TensorFlow is not imported here, since a run is
-fetched before its settings are known.
+copying.py decides when a checkpoint is copied. This module does not import TensorFlow, because a
+run is fetched before its settings are known.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ from ctl_core.run.files import (
 )
 from ctl_core.run.settings import Config
 
-# The folder in a run's folder where files wait to be copied, or to be put in their places.
+# The folder in a run's folder for files that will be copied to the mirror, or that were fetched and
+# will be moved to their places.
 STAGING = "mirror.tmp"
-# Files of a run, and folders with event files, that are copied along with a checkpoint.
+# Files of a run, and folders with event files, that are copied together with a checkpoint.
 _FILES = ("config.yaml", "callbacks.py", "metrics.jsonl")
 _EVENT_FOLDERS = ("tb", "tb/train", "tb/eval")
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.[\w.-]+")
@@ -61,7 +62,7 @@ class Mirror:
 
     Attributes:
         shown: its address, for messages
-        copied_bytes: the size of all files that were copied to it so far
+        copied_bytes: the total size of the checkpoint files that were copied to it so far
     """
 
     def __init__(self, config: Config) -> None:
@@ -81,7 +82,7 @@ class Mirror:
         self._keep = config.mirror_keep
         self.shown = f"{config.mirror.rstrip('/')}/{config.run_name}"
         self.copied_bytes = 0
-        # The time and the size of each file when it was copied along last.
+        # For each file besides checkpoints, its time and size when it was last copied.
         self._copied_along: dict[str, tuple[int, int]] = {}
         if isinstance(self._store, FolderStore) and (
             self._store.root.resolve() == self._run.resolve()
@@ -97,17 +98,17 @@ class Mirror:
     def fetch(self, newer_than: int) -> int | None:
         """Fetches the newest complete checkpoint, and the other files of the run.
 
-        No file is put in its place before all of them are here.
+        All files are downloaded before the first one is moved to its place.
 
         Args:
-            newer_than: the step of the run's own newest checkpoint, or -1. Older ones in the mirror
-                are not fetched.
+            newer_than: the step of the newest checkpoint in the run's folder, or -1. Only a newer
+                checkpoint is fetched.
 
         Returns:
             The step of the fetched checkpoint; None if none is complete and newer.
 
         Raises:
-            OSError: the mirror cannot be read, or this disk cannot be written.
+            OSError: the mirror cannot be read, or the run's folder cannot be written.
             SetupError: another version of the engine wrote the checkpoint.
         """
         files = self._list_checkpoints()
@@ -139,9 +140,9 @@ class Mirror:
         return None
 
     def _list_checkpoints(self) -> dict[int, list[str]]:
-        """Returns the files in the mirror that have the names of files of checkpoints, by step.
+        """Returns the checkpoint files in the mirror by step.
 
-        Other names are left out, so nothing is ever written outside of a run's folder.
+        Files with other names are left out, so nothing is ever written outside of a run's folder.
         """
         return group_by_step(self._store.list_names("ckpt"), self._store.list_names("ckpt/engine"))
 
@@ -149,7 +150,7 @@ class Mirror:
         """Downloads a checkpoint to a new folder, and checks that it is complete.
 
         Raises:
-            Damaged, FileNotFoundError: it is not.
+            Damaged, FileNotFoundError: it is incomplete.
         """
         (target / "engine").mkdir(parents=True)
         for path in paths:
@@ -157,9 +158,9 @@ class Mirror:
         return read_record(target, step)
 
     def _download_best(self, files: dict[int, list[str]], record: Record, target: Path) -> None:
-        """Downloads the best checkpoint, unless it is the newest, to a new folder.
+        """Downloads the best checkpoint to a new folder, unless it is the newest one.
 
-        A run can be resumed without it, so a damaged one is left out.
+        A damaged one is left out, because a run can be resumed without its best checkpoint.
         """
         best = find_best_step(record.progress["best"])
         if best == record.step or best not in files:
@@ -184,14 +185,14 @@ class Mirror:
     # ---- Copying --------------------------------------------------------------------------------
 
     def copy(self, folder: Path, step: int, best: int) -> None:
-        """Copies a checkpoint and the other files of the run; removes old checkpoints there.
+        """Copies a checkpoint and other files of the run; removes old checkpoints from the mirror.
 
-        Checkpoints of later steps are removed, too: the run has started again from an earlier step,
-        and a run that is fetched must never continue from them.
+        Checkpoints of later steps are removed, too: if there are any, the run was restarted from an
+        earlier step, and a fetched run must never continue from them.
 
         Args:
-            folder: contains the checkpoint in ``newest``, and possibly the best one in ``best``.
-                Further files may be written there.
+            folder: contains the checkpoint in ``newest``, and possibly the best one in ``best``;
+                also used for temporary files
             step: the step of the checkpoint
             best: the step of the best checkpoint, or -1
 
@@ -212,7 +213,7 @@ class Mirror:
             self._remove(files[old])
 
     def _upload(self, folder: Path, step: int, replaced: Sequence[str]) -> None:
-        """Uploads a checkpoint, in place of files that the mirror has of the same step."""
+        """Uploads a checkpoint, after removing files of the same step from the mirror."""
         self._remove(replaced)
         for path in list_files(folder, step):
             self._store.upload(path, f"ckpt/{path.relative_to(folder).as_posix()}")
@@ -224,9 +225,9 @@ class Mirror:
             self._store.remove(f"ckpt/{path}")
 
     def _copy_along(self, folder: Path) -> None:
-        """Uploads the settings, the hooks, the metrics and the event files that have changed.
+        """Uploads the settings, the hooks, the metrics and the event files if they have changed.
 
-        The run appends to some of them meanwhile, so a copy of each is uploaded.
+        The run may append to a file during the upload, so a copy of the file is uploaded.
         """
         paths = list(_FILES)
         for place in _EVENT_FOLDERS:
@@ -261,7 +262,7 @@ def _put_in_place(folder: Path, step: int, run: Path) -> None:
         run: the folder of the run
     """
     ckpt = run / "ckpt"
-    for path in reversed(list_files(ckpt, step)):  # left by a kill, or damaged
+    for path in reversed(list_files(ckpt, step)):  # incomplete after a kill, or damaged
         path.unlink()
     best = folder / "ckpt" / "best"
     if best.is_dir():
@@ -281,7 +282,7 @@ def _put_in_place(folder: Path, step: int, run: Path) -> None:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Moves a file to its place, once its content is on the disk."""
+    """Flushes a file to the disk, then moves it to its place."""
     flush_to_disk(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(source, target)
@@ -290,7 +291,7 @@ def _move(source: Path, target: Path) -> None:
 def _write_list(folder: Path) -> None:
     """Writes the file ``checkpoint``, in which TensorFlow's manager lists its checkpoints.
 
-    Otherwise the manager would never delete those that were fetched.
+    Without the list, the manager would never delete the fetched checkpoints.
     """
     files = group_by_step(list_names(folder), ())
     names = [name for step in sorted(files) for name in files[step] if name.endswith(".index")]
@@ -306,12 +307,12 @@ def _write_list(folder: Path) -> None:
 def fetch_run(config: Config) -> None:
     """Fetches the run that the settings name, if the mirror has a newer checkpoint of it.
 
-    In a cluster, the chief fetches, and the other processes wait until it has. The supervisor of
-    ``--workers`` fetches before it starts its workers.
+    In a cluster, the chief fetches the run, and the other processes wait for it. The supervisor of
+    ``--workers`` fetches the run before it starts its workers.
 
     Raises:
-        SetupError: the run has no checkpoint here, and the mirror cannot be read, or none of its
-            checkpoints is complete. To start from scratch would replace them.
+        SetupError: the run has no checkpoint on this machine, and the mirror cannot be read or has
+            only incomplete checkpoints. A start from scratch would replace them.
         PeerLost: the chief does not answer.
     """
     if config.mirror is None:
@@ -341,14 +342,14 @@ def fetch_run(config: Config) -> None:
 
 
 def _fetch_locked(mirror: Mirror, run: Path, local_step: int) -> None:
-    """Fetches a run, while no other process may train it.
+    """Fetches a run while holding its lock, so that no other process can train it.
 
     Raises:
-        SetupError: the run has no checkpoint here, and none in the mirror is complete.
+        SetupError: the run has no checkpoint on this machine, and none in the mirror is complete.
     """
     run.mkdir(parents=True, exist_ok=True)
     lock = lock_run(run)
-    if lock is None:  # the start of this training will be refused
+    if lock is None:  # another process trains the run, so this training will not start
         return
     try:
         fetched = mirror.fetch(local_step)
@@ -364,7 +365,7 @@ def _fetch_locked(mirror: Mirror, run: Path, local_step: int) -> None:
 
 
 def _measure(folder: Path) -> int:
-    """Returns the size of all files in a folder."""
+    """Returns the total size of the files in a folder (bytes)."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

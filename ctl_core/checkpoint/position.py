@@ -31,7 +31,7 @@ UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
 # Ops that have, or draw from, a state outside of the pipeline.
 _STATEFUL_OPS = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
 
-# A smaller position (bytes) is not worth a word.
+# The size from which a position in the data may be reported (bytes).
 LARGE_POSITION = 10_000_000
 
 
@@ -117,7 +117,7 @@ class InputPosition:
             self._weigh(prefix)
 
     def _weigh(self, prefix: Path) -> None:
-        """Says once if the position takes more room in a checkpoint than the variables."""
+        """Reports once if the position takes more space in a checkpoint than the variables."""
         if self._is_weighed:
             return
         self._is_weighed = True

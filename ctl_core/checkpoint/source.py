@@ -17,7 +17,8 @@ from ctl_core.run.errors import SetupError
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config, Count
 
-# A step; the one that ``keep_best`` keeps; the newest; or, for None, the best if the run keeps one.
+# A step; "best": the checkpoint that ``keep_best`` keeps; "last": the newest one; or None: the best
+# one if the run keeps it, otherwise the newest one.
 CheckpointName = Count | Literal["best", "last"] | None
 _NAME = re.compile(r"(?P<run>.+?)(?:@(?P<step>\d{1,18}|best))?", re.DOTALL)
 
@@ -78,7 +79,8 @@ def choose_checkpoint(run: Path, name: CheckpointName) -> Source:
 
     Args:
         run: the folder of the run
-        name: None for the best checkpoint if the run keeps one that is complete, else the newest
+        name: the name of the checkpoint; None: the best one if it is kept and complete, otherwise
+            the newest one
     """
     if name == "last":
         return Source("checkpoint", run)

@@ -1,9 +1,9 @@
-"""Moves files to and from the place where a mirror is: a folder, or a bucket in a cloud.
+"""Copies files to and from the storage of a mirror: a folder, or a bucket in a cloud.
 
-Which files these are, and in which order they are moved, is decided in mirror.py.
+mirror.py decides which files are copied, and in which order.
 
-Folders need no further package. Buckets are reached by ``fsspec``, which is imported only if the
-setting ``mirror`` names one.
+Folders need no additional package. Buckets need ``fsspec``, which is imported only if the setting
+``mirror`` names a bucket.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ctl_core.run.errors import SetupError, format_error
 from ctl_core.run.files import flush_to_disk
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# Stores that have no folders. To create one there would create the bucket.
+# Stores that have no folders. Creating a folder there would create the bucket.
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
 class Store(Protocol):
-    """A place for files. All paths are relative to the place, with slashes.
+    """Storage for the files of one run. Paths are relative to its root, and contain slashes.
 
-    Every method raises an OSError if the place cannot be reached, is full, or denies access.
+    Every method raises an OSError if the storage cannot be reached, is full, or denies access.
     """
 
     def list_names(self, folder: str) -> list[str]:
@@ -38,7 +38,7 @@ class Store(Protocol):
         """Copies a file to this machine; raises FileNotFoundError if it does not exist."""
 
     def upload(self, source: Path, path: str) -> None:
-        """Copies a file of this machine, and replaces a file that is there."""
+        """Copies a file of this machine to the store, and replaces an existing file."""
 
     def remove(self, path: str) -> None:
         """Removes a file; does nothing if it does not exist."""
@@ -63,10 +63,10 @@ class FolderStore:
         shutil.copyfile(self.root / path, target)
 
     def upload(self, source: Path, path: str) -> None:
-        """Copies a file into the folder; a kill leaves the whole file or none."""
+        """Copies a file into the folder; after a kill, the file is complete or does not exist."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Always the same name, so that kills leave one such file at most.
+        # The name is always the same, so kills leave at most one such file behind.
         temporary = self.root / "upload.tmp"
         shutil.copyfile(source, temporary)
         flush_to_disk(temporary)
@@ -79,16 +79,16 @@ class FolderStore:
 
 
 class FsspecStore:
-    """A place that ``fsspec`` can reach, such as a bucket.
+    """Storage that ``fsspec`` can access, such as a bucket.
 
-    Credentials and options come from the environment, as the tools of each cloud read them.
+    Credentials and options are read from the environment, as by the cloud's own tools.
     """
 
     def __init__(self, url: str) -> None:
         """Connects to a URL.
 
         Raises:
-            SetupError: the package for this kind of URL is not installed, or there is none.
+            SetupError: the package for this kind of URL is not installed or does not exist.
         """
         try:
             import fsspec
@@ -106,7 +106,7 @@ class FsspecStore:
             raise SetupError(f"mirror: {url} cannot be used: {format_error(error)}") from error
 
     def list_names(self, folder: str) -> list[str]:
-        """Returns the names in a folder, as they are now; none if it does not exist."""
+        """Returns the current names in a folder, without using a cache; none if it is missing."""
         with _raise_os_errors():
             self._files.invalidate_cache()
             try:
@@ -133,13 +133,13 @@ class FsspecStore:
             self._files.rm_file(self._locate(path))
 
     def _locate(self, path: str) -> str:
-        """Returns a path as the file system of ``fsspec`` has it."""
+        """Returns the full path of a file in the file system of ``fsspec``."""
         return f"{self._root.rstrip('/')}/{path}".rstrip("/")
 
 
 @contextlib.contextmanager
 def _raise_os_errors() -> Iterator[None]:
-    """Turns the exceptions of a cloud's own package, which may be of any class, into OSError."""
+    """Converts exceptions of a cloud's package, which may have any class, to OSError."""
     try:
         yield
     except OSError:
@@ -149,7 +149,7 @@ def _raise_os_errors() -> Iterator[None]:
 
 
 def find_local_path(mirror: str) -> Path | None:
-    """Returns the folder that a path or a URL such as ``file:///data`` names; None for others."""
+    """Returns the folder of a path or a ``file://`` URL; None for any other URL."""
     path = mirror.removeprefix("file://")
     if _SCHEME.match(path):
         return None
@@ -157,21 +157,21 @@ def find_local_path(mirror: str) -> Path | None:
 
 
 def locate_mirror(mirror: str | None, folder: Path) -> str | None:
-    """Returns the setting ``mirror``, with a path that is relative to a folder made absolute."""
+    """Returns the setting ``mirror``; a path relative to ``folder`` becomes absolute."""
     if mirror is None or find_local_path(mirror) is None:
         return mirror
     return str(folder / mirror.removeprefix("file://"))
 
 
 def open_store(mirror: str, name: str) -> Store:
-    """Opens the place for a run.
+    """Opens the storage of a run in its mirror.
 
     Args:
         mirror: the setting
-        name: the name of the run, which becomes the last part of the path
+        name: the name of the run, which is appended to the path
 
     Raises:
-        SetupError: a package is missing, or no package knows this kind of URL.
+        SetupError: a package is missing, or no package supports this kind of URL.
     """
     folder = find_local_path(mirror)
     if folder is not None:

@@ -1,6 +1,6 @@
-"""Facts about the processes of a cluster, and the message that says in which of them they differ.
+"""Describes how the processes of a cluster differ.
 
-A fact is anything that must be the same on all processes before they train together, such as the
+A fact is a property that must be the same on all processes before they train together, such as the
 version of TensorFlow. ``Cluster.compare`` in sync.py exchanges the facts of all processes.
 """
 
@@ -13,15 +13,15 @@ from typing import TypeAlias
 from ctl_core.cluster.task import Task
 from ctl_core.run.errors import make_line
 
-# The values of facts by the names that a message gives them.
+# The values of facts by name; messages show the names.
 Facts: TypeAlias = dict[str, str]
 
-# The most differences of a process that a message lists.
+# The maximum number of differences of a process that a message lists.
 _MOST_LISTED = 4
 
 
 def describe_differences(task: Task, tables: Sequence[Facts], absent: str | None) -> str | None:
-    """Returns which processes differ from the others, and in which facts; None if all are alike.
+    """Returns which processes differ, and in which facts; None if no process differs.
 
     A process differs if its value is not the most frequent one. If there are two processes, process
     1 differs from process 0.
@@ -29,7 +29,8 @@ def describe_differences(task: Task, tables: Sequence[Facts], absent: str | None
     Args:
         task: this process in its cluster
         tables: the facts of each process
-        absent: the value of a fact that a process does not have; None: then it is not compared
+        absent: the value to assume for a fact that a process lacks; None: such a process is not
+            compared in this fact
     """
     names = dict.fromkeys(name for table in tables for name in table)
     differences: dict[int, list[str]] = collections.defaultdict(list)
@@ -48,7 +49,7 @@ def describe_differences(task: Task, tables: Sequence[Facts], absent: str | None
 
 
 def _list(differences: Sequence[str]) -> str:
-    """Returns the first differences of a process, and the number of those that are left out."""
+    """Returns the first differences of a process, and the number of omitted differences."""
     text = ", ".join(differences[:_MOST_LISTED])
     left_out = len(differences) - _MOST_LISTED
     if left_out > 0:

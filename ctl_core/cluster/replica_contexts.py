@@ -82,7 +82,8 @@ class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
 class FirstReplica(LoneReplica):
     """A lone replica that is traced as replica 0 on every process of a cluster.
 
-    So all processes trace the same graph. Variables find the component on a device of this process.
+    All processes thus trace the same graph. Variables still use their component on a device of this
+    process.
     """
 
     @property
@@ -291,6 +292,6 @@ def forbid_exchanges(reason: str) -> contextlib.AbstractContextManager[None]:
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return contextlib.nullcontext()
-    if isinstance(context, LogicalReplica):  # which refuses exchanges by itself
+    if isinstance(context, LogicalReplica):  # refuses exchanges by itself
         return contextlib.nullcontext()
     return enter_replica_context(NoExchange(context, reason))

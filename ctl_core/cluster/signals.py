@@ -34,12 +34,12 @@ class Signals:
     the same processes. Outside of the main thread nothing is noted, and the program there handles
     signals.
 
-    Python calls a handler between two of its own instructions, so not before a graph call ends. See
-    session/watch.py for a graph call that does not end.
+    Python runs a signal handler only between two instructions of the main thread, so not before a
+    graph call ends. session/watch.py handles graph calls that do not end.
 
     Attributes:
         numbers: the numbers of the signals that were noted, in order of arrival
-        patience: how long what is running may take after a SIGTERM (seconds); 0: without a limit
+        patience: how long the current operation may take after a SIGTERM (seconds); 0: no limit
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
@@ -79,13 +79,13 @@ class Signals:
         return frozenset(self._previous_handlers)
 
     def translate(self, number: int) -> int:
-        """Returns the signal that a signal counts as."""
+        """Returns SIGTERM for SIGUSR1, which has the same effect, and any other signal as it is."""
         if number == _SIGUSR1:
             return signal.SIGTERM
         return number
 
     def announce(self, number: int) -> None:
-        """Prints the effect of a signal, once; from any thread but the one that trains."""
+        """Prints the effect of a signal once; must not be called from the thread that trains."""
         with self._announcing:
             if self._say is None or number in self._announced:
                 return
@@ -114,5 +114,5 @@ class Signals:
         self.numbers.append(number)
         if number == signal.SIGINT:
             self._interrupted_at = time.monotonic()
-        # In a thread, because the main thread may hold the lock that printing takes.
+        # In a thread, because the main thread may hold the lock that printing needs.
         threading.Thread(target=self.announce, args=(number,), daemon=True).start()

@@ -26,11 +26,11 @@ from ctl_core.run.errors import CtlError, PeerLost, RunError, SetupError
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _ABORTED = "Collective ops is aborted by"
 _UNLIKE = re.compile("mismatch in the collective|is joining a group with size")
-# How long to wait for the text of another process until it is asked whether it still listens
-# (seconds), and how many times in a row it may give no answer.
+# How long to wait for the text of another process before checking whether the process still listens
+# (seconds), and how many of these checks in a row may fail.
 _WAIT = 2.0
 _MOST_SILENT = 3
-# Numbers the texts that the processes share, which all of them do in the same order.
+# Numbers the texts that the processes share; all processes share them in the same order.
 _numbers = itertools.count()
 
 
@@ -152,10 +152,10 @@ class Cluster:
         return bool((self.gather([digest]) == digest).all())
 
     def share(self, text: str) -> list[str]:
-        """Returns the texts of all processes, in their order; a barrier.
+        """Returns the texts of all processes in their order, once all of them have called this.
 
-        Unlike ``gather``, this is no graph call, so it works even if the processes have different
-        numbers of devices. It is meant for the start of a run, since it takes milliseconds.
+        Unlike ``gather``, this makes no graph call, so it works even if the processes have
+        different numbers of devices. It takes milliseconds, so it is meant for the start of a run.
 
         Raises:
             PeerLost: another process has ended.
@@ -170,7 +170,7 @@ class Cluster:
         ]
 
     def _await_text(self, key: str, index: int) -> str:
-        """Waits for the text of a process, which may still be calling its hooks."""
+        """Waits for the text of a process, which may still be running its hooks."""
         silent = 0
         while silent < _MOST_SILENT:
             text = read_published(key, _WAIT)
@@ -189,9 +189,10 @@ class Cluster:
 
         Args:
             facts: the facts of this process
-            problem: what is wrong if there is a difference, for the message
-            cure: what to do about it
-            absent: the value of a fact that a process does not have; None: then it is not compared
+            problem: the beginning of the message about a difference
+            cure: the end of the message, which says what to do
+            absent: the value to assume for a fact that a process lacks; None: such a process is not
+                compared in this fact
 
         Raises:
             SetupError: there is a difference; the message names the process, the fact and both

@@ -171,11 +171,11 @@ def are_others_there(task: Task) -> bool:
 
 
 def wait_for_chief(task: Task, measure: Callable[[], int]) -> None:
-    """Waits until the chief listens on its address, as it does once it has fetched its run.
+    """Waits until the chief listens on its address, which it does after it has fetched the run.
 
     Args:
         task: this process, which is not the chief
-        measure: returns a number that changes while the chief is fetching
+        measure: returns a number that changes while the chief fetches the run
 
     Raises:
         PeerLost: the chief has not answered, and the number has not changed, for ``LONGEST``.

@@ -90,9 +90,9 @@ COMMANDS = {
     ),
     "hooks": Flags("print the table of hooks, or all about one hook", ("hook",), ()),
 }
-# The settings by which the code of a run is found, and the place where it is copied. The other run
-# of a fork may be somebody else's: its code is not run, and nothing is sent to its mirror, unless
-# the project or a flag names them.
+# The settings that name the code of a run, and its mirror. A fork does not inherit them, because
+# the other run may be somebody else's: its code is not run, and nothing is sent to its mirror,
+# unless the project or a flag names them.
 _NAMED_AGAIN = ("callbacks", "listener", "mirror")
 # The settings that a fork does not inherit.
 _NOT_FORKED = frozenset(
@@ -140,9 +140,9 @@ class Layers(NamedTuple):
     """The layers of settings that a command is given.
 
     Attributes:
-        files: the settings files, of which later ones take precedence
-        above: variables and flags
-        is_named: whether a flag or a variable names the files; otherwise, it is config.yaml
+        files: the settings files; later files take precedence
+        above: environment variables and flags, which take precedence over the files
+        is_named: whether a flag or a variable names the files; otherwise, the file is config.yaml
     """
 
     files: list[Layer]
@@ -156,7 +156,7 @@ class Layers(NamedTuple):
         return Layers(files, above, self.is_named)
 
     def name_callbacks(self) -> bool:
-        """Returns whether a flag, a variable or a named file sets ``callbacks``."""
+        """Returns True if a flag, a variable or a named file sets ``callbacks``."""
         naming = list(self.above)
         if self.is_named:
             naming += self.files
@@ -164,7 +164,7 @@ class Layers(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """The settings of a command; the attributes are those of ``Command``."""
+    """The settings of a command; for the attributes, see ``Command``."""
 
     config: Config
     notes: list[str]
@@ -201,7 +201,7 @@ def parse_command(argv: Sequence[str]) -> Command:
     ]
     layers = Layers(files, [variables, flags], bool(named_files))
     if is_training and not options["check"]:
-        # Hyperparameters can only be checked with those of the fetched run below them.
+        # Left out, because they can be checked only with the hyperparameters of the fetched run.
         fetch_run(_settle(layers.leave_out(["hparams"]), is_training).config)
     settled = _settle(layers, is_training)
     config = settled.config

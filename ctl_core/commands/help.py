@@ -1,4 +1,4 @@
-"""The text of ``--help``: settings in groups, and examples."""
+"""Formats the text of ``--help``: settings in groups, and examples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from collections.abc import Iterable
 
-# The settings by the groups in which the help shows them. A test checks that none is missing.
+# The groups in which the help shows the settings. A test checks that no setting is missing.
 GROUPS: dict[str, tuple[str, ...]] = {
     "run": (
         "steps", "epochs", "max_time", "run_name", "runs_dir", "fork", "init_from", "init_skip",
@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "log_seconds", "listener", "on_nan", "detect_anomaly", "stall_seconds", "profile", "debug",
     ),
 }  # fmt: skip
-# Arguments and what they do, by command.
+# For each command, examples of arguments with descriptions.
 EXAMPLES = {
     "train": {
         "--check": "try every hook once",
@@ -44,13 +44,13 @@ _WIDTH = 78
 
 
 class GroupedFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows flags in the groups of ``GROUPS``, after those that are in none."""
+    """Shows flags that belong to no group, then the flags of each group of ``GROUPS``."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
 
     def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
-        """Adds the flags of a group of argparse, which has all of them."""
+        """Adds the flags of an argparse group, which contains all flags."""
         flags = {action.dest.replace("-", "_"): action for action in actions}
         grouped = {name for names in GROUPS.values() for name in names}
         super().add_arguments([action for name, action in flags.items() if name not in grouped])
@@ -63,11 +63,11 @@ class GroupedFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def describe_command(text: str, prefix: str) -> str:
-    """Returns what the help of a command says before the flags.
+    """Returns the description that the help of a command shows before the flags.
 
     Args:
-        text: what the command does
-        prefix: of environment variables
+        text: a short description of the command
+        prefix: the prefix of environment variables
     """
     return textwrap.fill(
         f"{text.capitalize()}. Settings come from the defaults, then config.yaml, then the run's "
@@ -78,7 +78,7 @@ def describe_command(text: str, prefix: str) -> str:
 
 
 def list_examples(command: str) -> str:
-    """Returns the examples of a command, for the end of its help; "" if there are none."""
+    """Returns the examples that the help of a command ends with; "" if there are none."""
     examples = EXAMPLES.get(command, {})
     if not examples:
         return ""

@@ -35,7 +35,7 @@ def train(
 ) -> State:
     """Trains until ``config.steps`` or ``config.epochs``, from the newest checkpoint if any.
 
-    With ``mirror``, the newest checkpoint may be there.
+    With ``mirror``, the run is first fetched from there, if the mirror has a newer checkpoint.
 
     Args:
         callbacks: a module, or any object, with the hooks as attributes
@@ -65,7 +65,7 @@ def train_here(
     note: str | None = None,
     listeners: Sequence[Listener] = (),
 ) -> State:
-    """Trains a run that was fetched from its mirror, if it has one; see ``train``."""
+    """Trains a run like ``train``, but does not fetch it from its mirror."""
     task = find_task(config)
     hooks_file = read_hooks_file(callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []

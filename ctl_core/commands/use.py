@@ -54,7 +54,7 @@ def evaluate(
     Args:
         callbacks: the hooks
         config: settings that name the run
-        checkpoint: its step, ``best`` or ``last``; default: the best one if the run keeps one
+        checkpoint: its step, ``best`` or ``last``; default: the best one if kept, or the newest
         watch: evaluates every checkpoint instead, as training saves them, until training has ended
 
     Returns:
@@ -145,7 +145,7 @@ def predict(
     Args:
         callbacks: the hooks
         config: settings that name the run
-        checkpoint: its step, ``best`` or ``last``; default: the best one if the run keeps one
+        checkpoint: its step, ``best`` or ``last``; default: the best one if kept, or the newest
         input: a .npy or .npz file with the model's inputs; default: an evaluation dataset
         dataset: the name of the dataset, if ``create_eval_dataset`` returns several
         output: the file to write; default: predictions.npz or predictions-NAME.npz in the run
@@ -303,7 +303,7 @@ def export(
     Args:
         callbacks: the hooks
         config: settings that name the run
-        checkpoint: its step, ``best`` or ``last``; default: the best one if the run keeps one
+        checkpoint: its step, ``best`` or ``last``; default: the best one if kept, or the newest
         output: the folder for all versions of the model; default: runs/NAME/export
 
     Returns:

@@ -17,14 +17,14 @@ place to mend.
                      resources that an op writes; the stack of AutoGraph; the eager context: _config
     distribution.py  which replica writes summaries; the context of an update; the resource of a
                      writer; float and int of a DistributedVariable; how a process joins a cluster,
-                     which devices it has, and the texts that processes publish; how replicas of all
+                     its devices, and the texts that processes publish; how the replicas of all
                      processes gather a tensor
     checkpoints.py   Trackable and the object graph of a checkpoint; Checkpoint: _write;
                      CheckpointManager: _max_to_keep, _checkpoint
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
                      _stop_on_empty_dataset, the names of the classes of stages; the tensors and the
                      format of the position of an iterator
-    versions.py      the newest versions that were tested; has no private names
+    versions.py      the newest versions that were tested; uses no private names
     xla.py           the ops that XLA compiles for a GPU; experimental_get_compiler_ir
 """
 

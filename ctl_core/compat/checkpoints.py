@@ -96,9 +96,9 @@ def hold_objects(
 def write_list(manager: tf.train.CheckpointManager) -> None:
     """Writes the file ``checkpoint`` of a manager, which lists its checkpoints.
 
-    The content is the same as TensorFlow's. A manager writes the file twice each time it saves, and
-    with 50 checkpoints TensorFlow's way takes ten times as long. It is used only for names with
-    characters that have to be escaped.
+    The content is the same as with TensorFlow's method. A manager writes the file twice each time
+    it saves, and with 50 checkpoints TensorFlow's method takes ten times as long. It is used only
+    for names with characters that have to be escaped.
     """
     directory = manager.directory
     paths = [path.removeprefix(f"{directory}{os.sep}") for path in manager.checkpoints]

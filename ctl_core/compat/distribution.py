@@ -129,13 +129,13 @@ def cut_join(seconds: float) -> Scope:
 
 
 def gather_from_replicas(value: tf.Tensor) -> tf.Tensor:
-    """Returns the tensors of the replicas of all processes, joined along the first axis.
+    """Returns the tensors of the replicas of all processes, concatenated along the first axis.
 
     Each replica calls this in a graph, with a tensor of the same shape. The public ``all_gather``
     exchanges the shapes first, which takes as long as the exchange of a small tensor.
 
     Args:
-        value: a tensor of float32, float64 or int64 and at least one axis
+        value: a tensor of dtype float32, float64 or int64, with at least one axis
     """
     replica_context = tf.distribute.get_replica_context()
     cross_device_ops = replica_context.strategy.extended._cross_device_ops
@@ -145,7 +145,7 @@ def gather_from_replicas(value: tf.Tensor) -> tf.Tensor:
 
 
 def publish(key: str, text: str) -> None:
-    """Tells the other processes of a cluster a text, by TensorFlow's coordination service.
+    """Publishes a text to the other processes, through TensorFlow's coordination service.
 
     Args:
         key: a key that no process has published yet
@@ -155,11 +155,11 @@ def publish(key: str, text: str) -> None:
 
 
 def read_published(key: str, seconds: float) -> str | None:
-    """Returns the text that a process of the cluster has published; waits for it.
+    """Waits for a text that a process of the cluster publishes, and returns it.
 
     Args:
         key: the key of the text
-        seconds: how long to wait at most
+        seconds: the maximum time to wait (seconds)
 
     Returns:
         The text; None if it was not published in time.

@@ -15,8 +15,8 @@ from ctl_core.compat.patches import Scope, set_attributes
 def make_scratch_graph(name: str) -> tf.Graph:
     """Returns a graph in which Keras creates variables outside of it, as in a tf.function.
 
-    It has collections of its own. Otherwise the variables of replicas would be added to those of
-    the global graph, and would stay in memory as long as the process runs.
+    The graph has its own collections. Otherwise, the variables of replicas would be added to the
+    collections of the global graph, and would stay in memory until the process ends.
     """
     return tf.__internal__.FuncGraph(name, collections={})
 

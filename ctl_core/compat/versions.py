@@ -1,4 +1,4 @@
-"""The newest versions of TensorFlow and Keras that the tests of this engine have passed with."""
+"""Reports versions of TensorFlow and Keras that are newer than the tested ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import re
 import keras
 import tensorflow as tf
 
-# The dependencies in pyproject.toml allow no newer ones.
+# The newest versions with which the tests of this engine have passed. The dependencies in
+# pyproject.toml allow no newer versions.
 TESTED = {"tensorflow": (2, 21), "keras": (3, 15)}
 
 
 def describe_untested() -> list[str]:
-    """Returns a line for each package that is newer than what this engine was tested with.
+    """Returns a line for each package that is newer than the version that was tested.
 
-    A newer version may have changed a private name. The line says how to find out, and which bound
+    A newer version may have changed a private name. The line says how to test this, and which bound
     in pyproject.toml allows the version.
     """
     lines = []

@@ -1,7 +1,7 @@
 """Evaluates a model: each example counts exactly once, and training does not notice.
 
-Variables that an evaluation writes get their values back afterwards. The sets are created in
-sets.py, and step.py adds a batch to a set. The values of an evaluation are compared in criteria.py.
+The variables that an evaluation writes are restored afterwards. sets.py creates the sets, step.py
+adds a batch to a set, and criteria.py compares the values of evaluations.
 """
 
 from __future__ import annotations
@@ -126,10 +126,11 @@ class Evaluation:
         return [variable for variable in written if id(variable) not in passing]
 
     def _count_most_batches(self, evaluation_set: EvaluationSet) -> int:
-        """Returns the most batches of a graph call.
+        """Returns the maximum number of batches of a graph call.
 
-        Within a graph call, a collective between processes requires the shapes of its first step.
-        Those of a hook may change with the last batch; those of logical replicas do not.
+        Within a graph call, a collective between processes requires the same shapes in each step.
+        If hooks exchange values, the shapes may change with the last batch; the shapes that logical
+        replicas exchange do not change.
         """
         is_logical = self._components.shape.logical_replicas is not None
         if evaluation_set.exchanges and not is_logical:
@@ -209,12 +210,12 @@ def _has_collectives(graph: tf.Graph) -> bool:
 
 
 def add_all_batches(evaluation_set: EvaluationSet, sync: Sync, most: int) -> bool:
-    """Resets a set's metrics and sums and adds all batches; returns False if it ended early.
+    """Resets the metrics and sums of a set, and adds all batches; returns False if it ended early.
 
     Args:
         evaluation_set: the set
         sync: see ``Evaluation.evaluate``
-        most: the most batches of a graph call
+        most: the maximum number of batches of a graph call
     """
     assert evaluation_set.run_steps is not None
     for metric in evaluation_set.accumulators:

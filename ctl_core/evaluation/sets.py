@@ -1,4 +1,4 @@
-"""The sets of evaluation data, and their metrics, as ``create_eval_dataset`` returns them."""
+"""Creates the sets of evaluation data that ``create_eval_dataset`` returns, and their metrics."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class EvaluationSet:
         spec: the specification of its elements
         metrics: the metrics of ``create_metrics`` by name
         total: the sum of the losses, in float64
-        examples: the number of examples that the loss is divided by, or their weight, in float64
+        examples: the divisor of the loss: the number of examples, or their weight, in float64
         exchanges: whether replicas exchange values while they evaluate a batch
         run_steps: evaluates batches, see ``define_run_steps``; None before it is traced
-        copies: of the variables that the evaluation writes; None before it is traced
-        batches: counts the batches, if there are logical replicas
+        copies: copies of the variables that the evaluation writes; None before it is traced
+        batches: the number of batches; None if there are no logical replicas
         written: the other variables that logical replicas write
-        names: the names of the metrics' values, once the metrics are built
+        names: the names of the metrics' values; empty before the metrics are built
         is_weighted: whether ``eval_pre`` multiplies the loss by the sample weights of the batch
         weight: the sum of the absolute sample weights in the last evaluation, if it is weighted
     """
@@ -75,9 +75,9 @@ class EvaluationSet:
 
 
 def find_wrong_name(metrics: dict[str, keras.Metric]) -> str | None:
-    """Returns which name of a metric cannot be used, and why; None if all can.
+    """Returns a message about a metric's name that cannot be used; None if all names can be used.
 
-    In metrics.jsonl, names stand beside the keys in ``RESERVED``.
+    A line of metrics.jsonl contains the names of metrics next to the keys in ``RESERVED``.
     """
     names_by_metric: dict[int, str] = {}
     for name, metric in metrics.items():
@@ -95,7 +95,13 @@ class EvaluationData:
     """Reads the evaluation data of ``create_eval_dataset``."""
 
     def __init__(self, components: Components, config: Config, hook: Hook) -> None:
-        """``hook`` is ``create_eval_dataset``."""
+        """Prepares the reading.
+
+        Args:
+            components: the components of a step
+            config: the settings
+            hook: the hook ``create_eval_dataset``
+        """
         self._components = components
         self._config = config
         self._hook = hook
@@ -105,7 +111,8 @@ class EvaluationData:
         """Calls ``create_eval_dataset``, with the same seed each time.
 
         Returns:
-            By name the datasets, or other objects to read; a single one is under ``SINGLE_SET``.
+            The datasets, or other objects to read, by name; a single one has the name
+            ``SINGLE_SET``.
         """
         size = self._batch_size
         if not self._components.shape.by_rows:  # each element is the share of a replica
@@ -118,7 +125,7 @@ class EvaluationData:
         return {SINGLE_SET: returned}
 
     def create_set(self, name: str, returned: Any) -> EvaluationSet:
-        """Creates the set of a dataset, or of another object, that the hook has returned."""
+        """Creates the set of a dataset, or of another object, that the hook returned."""
         hook = self._hook
         if name != SINGLE_SET:
             hook = dataclasses.replace(hook, name=f"{hook.name}['{name}']")
@@ -133,7 +140,7 @@ class EvaluationData:
         is_shuffled = any(map(is_shuffle, list_stages(dataset)))
 
         def make() -> tf.data.Dataset:
-            if is_shuffled:  # each pass over the same dataset would have another order
+            if is_shuffled:  # a second pass over the same dataset would have another order
                 return self._prepare(hook, self.call_hook()[name])
             return dataset
 

@@ -1,7 +1,7 @@
 """Adds a batch of an evaluation to the metrics and sums of its set, in a graph.
 
-Replicas take the same shares of a batch as in training. A replica that has no rows of the last
-batch computes on a placeholder, which counts nowhere.
+Replicas take the same shares of a batch as in training. A replica without rows of the last batch
+computes on a placeholder, whose results are ignored.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from ctl_core.types import Batch, Count, GraphFunction, PerReplica
 
 
 class EvaluationProgress(NamedTuple):
-    """How far the steps of a graph call have come.
+    """The progress of the steps of a graph call.
 
     Attributes:
         has_more: whether there may be more batches, a bool scalar
         digest: a checksum of the batches, an int64 scalar, which is the same on all processes if
-            these read the same data; 0 if there is a single process
-        weight: the sum of the absolute sample weights that are numbers, a float64 scalar
+            they read the same data; 0 if there is a single process
+        weight: the sum of the absolute sample weights, without NaN, a float64 scalar
     """
 
     has_more: tf.Tensor
@@ -60,10 +60,10 @@ class EvaluationProgress(NamedTuple):
 
 
 def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> GraphFunction:
-    """Defines the graph function that adds batches to the metrics and sums of a set.
+    """Returns a graph function that adds batches to the metrics and sums of a set.
 
-    Its arguments are an iterator, and the most batches to add, an int64 scalar. It returns an
-    ``EvaluationProgress``.
+    Its arguments are an iterator, and the maximum number of batches to add, an int64 scalar. It
+    returns an ``EvaluationProgress``.
     """
     step = EvaluationStep(components, evaluation_set)
     iterator_spec = tf.data.IteratorSpec(evaluation_set.spec)
@@ -77,7 +77,7 @@ def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> G
             return done + 1, step.take(iterator, progress)
 
         digest = tf.constant(0, tf.int64)
-        if step.has_peers:  # which rows the checksum covers depends on its start
+        if step.has_peers:  # another start makes the checksum cover other rows
             digest = tf.identity(components.step_variable)
         start = EvaluationProgress(tf.constant(True), digest, tf.constant(0.0, tf.float64))
         _, progress = tf.while_loop(
@@ -105,17 +105,17 @@ class EvaluationStep:
         self._seed_generator = get_seed_generator()
 
     def take(self, iterator: tf.data.Iterator, progress: EvaluationProgress) -> EvaluationProgress:
-        """Draws a batch and adds it, if there is one.
+        """Draws a batch, if there is one, and adds it.
 
         Args:
             iterator: reads the batches
-            progress: how far the steps before have come
+            progress: the progress after the previous step
         """
         drawn = iterator.get_next_as_optional()
         has_batch = drawn.has_value()
 
         def stop() -> EvaluationProgress:
-            # Processes of which only some have a batch end with different checksums.
+            # If only some processes have a batch, their checksums differ, which is reported.
             digest = progress.digest + tf.cast(has_batch, tf.int64)
             return progress._replace(has_more=tf.constant(False), digest=digest)
 
@@ -126,9 +126,10 @@ class EvaluationStep:
         )
 
     def _have_all(self, has_batch: tf.Tensor) -> tf.Tensor:
-        """Returns whether every process has a batch, if they exchange values in a step.
+        """Returns whether a batch can be added: whether there is one, on this process or on all.
 
-        Otherwise, a process with a batch would wait forever for one without.
+        If the processes exchange values in a step, all of them need a batch. Otherwise, a process
+        with a batch would wait forever for a process without one.
         """
         if not (self._set.exchanges and self.has_peers):
             return has_batch
@@ -147,7 +148,7 @@ class EvaluationStep:
         return self._add_weight(batch, progress)
 
     def _add_weight(self, batch: Batch, progress: EvaluationProgress) -> EvaluationProgress:
-        """Adds the sample weights of a batch, if its loss was multiplied by them."""
+        """Adds the absolute sample weights of a batch, if its loss was multiplied by them."""
         weight = find_sample_weight(batch)
         if not self._set.is_weighted or weight is None:
             return progress
@@ -156,14 +157,14 @@ class EvaluationStep:
         return progress._replace(weight=progress.weight + size)
 
     def _add_replicas(self, batch: Batch) -> None:
-        """Adds the share of each replica of this process, on that replica."""
+        """Adds the shares of the replicas of this process, each on its replica."""
         strategy = self._components.strategy
         first = find_first_replica(strategy)
         shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
         strategy.run(self._add_share, args=tuple(distribute_shares(strategy, shares)))
 
     def _add_logical_replicas(self, batch: Batch) -> None:
-        """Adds the shares of all logical replicas, along the same tree on any devices."""
+        """Adds the shares of all logical replicas, along a tree that is the same on any devices."""
         components = self._components
         strategy = components.strategy
         leaf_sum = LeafSum(components.shape.shares, components.shape.replicas)
@@ -195,7 +196,7 @@ class EvaluationStep:
 
         Args:
             batch: the global batch
-            sums: the variables of metrics, which are 0 before each logical replica
+            sums: the variables of metrics, which are set to 0 before each logical replica
         """
         components = self._components
         leaves = components.shape.shares
@@ -223,7 +224,7 @@ class EvaluationStep:
         return compute
 
     def _take_share(self, batch: Batch, replica: Count) -> Share:
-        """Returns the share of a replica; a batch that is a share already goes to the first one."""
+        """Returns the share of a replica; the first one takes a batch that is itself a share."""
         shape = self._components.shape
         replicas = shape.logical_replicas or shape.replicas
         if shape.by_rows or replicas == 1:
@@ -239,7 +240,7 @@ class EvaluationStep:
         together: tf.Tensor | None,
     ) -> None:
         """Adds the share of one replica, on that replica; see ``batches.Share``."""
-        if present is not None:  # a tensor out of a tf.cond has no device to reduce to
+        if present is not None:  # the result of a tf.cond has no device, which a reduction needs
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
         def find_offset() -> tf.Tensor:
@@ -272,10 +273,11 @@ def add_batch(
     """Adds the batch of one replica to the metrics and sums of a set.
 
     Args:
-        context: of the evaluation
-        evaluation_set: the set that the batch is from
-        batch: the batch; a placeholder counts nowhere
-        present: whether the batch is no placeholder, a bool scalar; None if that is certain
+        context: the context of the evaluation
+        evaluation_set: the set to which the batch belongs
+        batch: the batch, or a placeholder, whose results are ignored
+        present: whether the batch is real rather than a placeholder, a bool scalar; None if it is
+            certainly real
     """
     hooks = context.hooks
     components = context.components

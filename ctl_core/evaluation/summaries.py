@@ -64,9 +64,9 @@ class Summaries(Listener):
                 tf.summary.scalar(name, value)
 
     def saved(self, step: int, path: Path) -> None:
-        """Writes to disk what is buffered, so that files that are copied now have every value."""
+        """Flushes the buffers to disk, so that files that are copied now contain every value."""
         for writer in self._writers.values():
-            type(writer).flush(writer)  # the method of the object itself does nothing
+            type(writer).flush(writer)  # the instance has its own ``flush``, which does nothing
 
     def end(self, step: int, how: str) -> None:
         """Writes the settings of a run that reported no values, unless it failed."""

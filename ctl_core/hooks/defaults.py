@@ -129,10 +129,10 @@ def find_sample_weight(batch: Batch) -> tf.Tensor | None:
 
 
 class _Weighing(threading.local):
-    """The state of a thread: each replica is traced in its own."""
+    """The sample weights that were used in a thread; each replica is traced in its own thread."""
 
     def __init__(self) -> None:
-        self.weights: list[tf.Tensor] = []  # those that were used
+        self.weights: list[tf.Tensor] = []
 
 
 _weighing = _Weighing()
@@ -140,7 +140,7 @@ _weighing = _Weighing()
 
 @contextlib.contextmanager
 def note_weighted() -> Iterator[list[tf.Tensor]]:
-    """Yields a list to which ``weighted`` adds, in this thread, the sample weights that it uses."""
+    """Yields a list that collects the sample weights that ``weighted`` uses in this thread."""
     before = _weighing.weights
     _weighing.weights = []
     try:

@@ -103,7 +103,7 @@ def find_start(share: Count, examples: Count, shares: int) -> tf.Tensor:
 def find_rows(device_shares: range, examples: Count, shares: int) -> tuple[Count, Count]:
     """Returns the first row of the shares of a device, and their number of rows.
 
-    If the number of examples varies, a device without rows gets the last one as a placeholder.
+    If the number of examples varies, a device without rows gets the last row as a placeholder.
 
     Args:
         device_shares: the indices of the shares
@@ -250,12 +250,12 @@ def count_rows(batch: Batch) -> tf.Tensor:
 
 
 def add_to_digest(digest: tf.Tensor | tf.Variable, batch: Batch) -> tf.Tensor:
-    """Returns a checksum, an int64 scalar, of the batches so far: their shapes and a row of each.
+    """Returns a checksum of the shapes and of one row of each batch so far, an int64 scalar.
 
-    The row of a batch depends on the checksum before, and so differs from batch to batch.
+    The checksum of the earlier batches chooses the row, so it differs from batch to batch.
 
     Args:
-        digest: the checksum of the batches before
+        digest: the checksum of the earlier batches
         batch: the batch that is added
     """
     digest = tf.convert_to_tensor(digest)
@@ -266,7 +266,7 @@ def add_to_digest(digest: tf.Tensor | tf.Variable, batch: Batch) -> tf.Tensor:
 
 
 def _take_row(tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-    """Returns the row of a dense tensor that a number of any size stands for, or the scalar."""
+    """Returns the row of a dense tensor at ``number`` modulo its rows; a scalar as it is."""
     if tensor.shape.rank == 0:
         return tensor
     rows = tf.shape(tensor, tf.int64)[0]

@@ -23,8 +23,8 @@ def define_copy(
     """Returns a graph function that assigns the values of variables to others.
 
     All values are read before the first one is assigned, so variables may be in both lists. The
-    function is traced here, since TensorFlow would take the functions of several lists for one that
-    is traced again and again, and warn of it.
+    function is traced here. Otherwise, TensorFlow would mistake the functions for several lists for
+    a single function that is retraced again and again, and print a warning.
     """
 
     @tf.function(autograph=False)

@@ -60,7 +60,7 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
         task = state.cluster.task
         is_logical = state.components.shape.logical_replicas is not None
         is_cancelled = is_logical and isinstance(error, tf.errors.CancelledError)
-        # Other processes end only after the error of a device of this one.
+        # If the error comes from a device of this process, the other processes are still there.
         if is_peer_lost(task, error) and not (is_cancelled and are_others_there(task)):
             raise
         contradiction = state.data.explain_contradiction(error)

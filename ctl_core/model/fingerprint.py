@@ -1,8 +1,8 @@
-"""Compares the forward pass that the processes of a cluster have traced.
+"""Compares the forward passes that the processes of a cluster have traced.
 
-The fingerprint of a graph consists of the types of its ops, their numeric attributes and the values
-of constants. Names and texts are left out, because paths may differ between machines, and so is the
-order of ops, because sets of Python have no fixed order.
+The fingerprint of a graph covers the types of its ops, their numeric attributes and the values of
+constants. It ignores names and strings, because paths may differ between machines. It also ignores
+the order of the ops, because iterating over a Python set has no fixed order.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.failures import find_line
 
-# The kinds of attributes that belong to the fingerprint, as TensorFlow's protocol calls them.
+# The kinds of attributes that the fingerprint covers, by their names in TensorFlow's AttrValue.
 _NUMERIC = ("i", "f", "b")
 
 
 def compare_forward(cluster: Cluster, hooks: Hooks, operations: Iterable[tf.Operation]) -> None:
-    """Refuses to train if the forward pass of this process is not that of the others.
+    """Refuses to train if the forward pass differs between the processes.
 
     Args:
         cluster: the processes
-        hooks: of the run, which the message names
-        operations: of the forward pass, traced as replica 0 on each process
+        hooks: the hooks of the run, which the message names
+        operations: the ops of the forward pass, traced as replica 0 on each process
 
     Raises:
         SetupError: there is a difference; the message names the process, the ops and their lines.
@@ -56,9 +56,9 @@ def compute_fingerprint(operations: Iterable[tf.Operation]) -> str:
 
 
 def _count_by_line(operations: Iterable[tf.Operation], hooks: Hooks) -> Facts:
-    """Returns how often each op is in a graph, by its description and the line that created it.
+    """Returns how often each op occurs in a graph, by its description and its line.
 
-    This reads the stack that created each op, which takes long for a large graph.
+    This reads the stack trace of each op, which takes long for a large graph.
     """
     counts: collections.Counter[str] = collections.Counter()
     for op in operations:
@@ -68,7 +68,7 @@ def _count_by_line(operations: Iterable[tf.Operation], hooks: Hooks) -> Facts:
 
 
 def _describe_op(op: tf.Operation) -> str:
-    """Returns the type of an op, with its numeric attributes or the value of a constant."""
+    """Returns the type of an op with its numeric attributes; for a constant, with its value."""
     if op.type == "Const":
         return f"Const {_describe_constant(op.get_attr('value'))}"
     attributes = [
@@ -81,7 +81,7 @@ def _describe_op(op: tf.Operation) -> str:
 
 
 def _describe_constant(proto: Any) -> str:
-    """Returns a number, or a digest of several; only the shape if they are texts."""
+    """Returns a scalar, or the shape and a digest of an array; of strings, the shape only."""
     array = tf.make_ndarray(proto)
     kind = f"{array.dtype}{list(array.shape)}"
     if array.dtype == np.object_:

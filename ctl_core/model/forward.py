@@ -270,7 +270,8 @@ def call_grad_pre(
     return {turn_objective: Objective(*returned[turn_objective])}
 
 
-# Differentiates the objectives of one replica, see ``forward_backward``.
+# A function that computes and differentiates the objectives of one replica, see
+# ``forward_backward``.
 ForwardBackward: TypeAlias = Callable[[Share], tuple[Contribution, VariablesByObjective]]
 
 

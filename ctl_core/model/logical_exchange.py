@@ -1,8 +1,8 @@
 """Exchanges the results of logical replicas between the processes of a cluster.
 
-Each function is called on every device of every process, and returns the same values on each of
-them. No bit changes on the way, so that every device can finish the sums by itself; see
-logical_replicas.py.
+Each function is called on every device of every process, and returns the same values on all of
+them, except where its docstring says otherwise. No bit changes in the exchange, so every device can
+finish the sums by itself; see logical_replicas.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ctl_core.types import AnyTensor
 
 
 def get_device_number() -> int:
-    """Returns the number of the device that calls this, among those of all processes."""
+    """Returns the index of the calling device among the devices of all processes."""
     context = tf.distribute.get_replica_context()
     return int(tf.get_static_value(context.replica_id_in_sync_group))
 
@@ -28,7 +28,7 @@ def gather(value: tf.Tensor) -> tf.Tensor:
     """Returns the tensors of all devices, stacked in the order of the devices.
 
     Args:
-        value: a tensor of any dtype but string, with the same shape on each device
+        value: a tensor of any dtype except string, with the same shape on each device
     """
     encoded = encode_for_sum(value)
     gathered = compat.gather_from_replicas(encoded[tf.newaxis])
@@ -36,11 +36,12 @@ def gather(value: tf.Tensor) -> tf.Tensor:
 
 
 def gather_sparse(gradients: Sequence[tf.IndexedSlices], most: int) -> list[list[tf.IndexedSlices]]:
-    """Returns the sparse gradients of all devices: for each device, as many as each one has.
+    """Returns the sparse gradients of all devices: a list for each device.
 
     Args:
-        gradients: gradients of one variable, each with its own number of rows
-        most: the most rows that any of them can have, in any step
+        gradients: gradients of one variable, which may differ in their number of rows; the same
+            number of gradients on each device
+        most: the maximum number of rows of any of them, in any step
     """
     values = gather_rows([gradient.values for gradient in gradients], most)
     indices = gather_rows([gradient.indices for gradient in gradients], most)
@@ -52,13 +53,15 @@ def gather_sparse(gradients: Sequence[tf.IndexedSlices], most: int) -> list[list
 
 
 def gather_rows(tensors: Sequence[tf.Tensor], most: int) -> list[list[tf.Tensor]]:
-    """Returns the tensors of all devices: for each device, as many as each one has.
+    """Returns the tensors of all devices: a list for each device.
 
-    They are exchanged with ``most`` rows, since an exchange in a loop needs a fixed shape.
+    For the exchange, the tensors are padded to ``most`` rows, since an exchange in a loop needs a
+    fixed shape.
 
     Args:
-        tensors: tensors that differ only in their number of rows
-        most: the most rows that any of them can have, in any step
+        tensors: tensors that differ only in their number of rows; the same number of tensors on
+            each device
+        most: the maximum number of rows of any of them, in any step
     """
     rows = gather(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))  # [devices, tensors]
     no_padding = [[0, 0]] * (tensors[0].shape.rank - 1)
@@ -78,7 +81,7 @@ def gather_rows(tensors: Sequence[tf.Tensor], most: int) -> list[list[tf.Tensor]
 
 
 def gather_texts(texts: tf.Tensor) -> tf.Tensor:
-    """Returns the texts of all devices, which are exchanged as the numbers of their characters.
+    """Returns the strings of all devices, which are exchanged as integers.
 
     Args:
         texts: string[n], with the same n on each device
@@ -86,7 +89,7 @@ def gather_texts(texts: tf.Tensor) -> tf.Tensor:
     Returns:
         string[devices, n]
     """
-    separator = ","  # not in the alphabet of Base64, which is part of ASCII
+    separator = ","  # does not occur in Base64, which consists of ASCII characters
     joined = tf.strings.reduce_join(tf.io.encode_base64(texts), separator=separator)
     lengths = gather(tf.strings.length(joined))
     whole_numbers = tf.reduce_max(lengths) // 8 + 1  # 8 characters fit into an int64
@@ -103,13 +106,13 @@ def gather_texts(texts: tf.Tensor) -> tf.Tensor:
 def gather_pieces(ranges: Sequence[range], pieces: list[list[AnyTensor]]) -> list[list[AnyTensor]]:
     """Returns the pieces of all logical replicas, in their order.
 
-    Only the first device of a process returns them with rows, because host hooks get the pieces of
-    all devices of a process.
+    Only the first device of a process returns pieces with rows; the other devices return them
+    without rows, because host hooks receive the concatenated pieces of all devices of a process.
 
     Args:
         ranges: the logical replicas of each device
-        pieces: the tensors, dense or not, of each logical replica of this device; further ones are
-            ignored
+        pieces: the tensors, dense or not, of each logical replica of this device; padding at the
+            end is ignored
     """
     device = get_device_number()
     specs = [tf.type_spec_from_value(piece) for piece in pieces[0]]

@@ -55,7 +55,7 @@ def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:
 
 
 def refuse_states(hook: Hook, metrics: Mapping[str, keras.Metric]) -> None:
-    """Resets metrics, and refuses those whose state is no sum, or does not start at 0.
+    """Resets metrics, and refuses metrics whose state cannot be summed or does not start at 0.
 
     Args:
         hook: the hook that returned the metrics

@@ -3,8 +3,8 @@
 A global batch has V shares, one for each logical replica. Each device computes a contiguous range
 of logical replicas, one after another, and adds up their contributions along the tree of
 numerics/summation_tree.py. For each bucket of gradients, all devices then send the roots of their
-subtrees to one device, which finishes the tree and sends the sum back. In a cluster, they send them
-to all devices of all processes, and each device finishes the tree by itself.
+subtrees to one device, which finishes the tree and sends the sum back. In a cluster, all devices
+send their roots to all devices of all processes, and each device finishes the tree by itself.
 
 A logical replica is a graph function that TensorFlow does not inline. TensorFlow therefore
 simplifies it separately, in the same way on each device, whatever ops are around it. A model that
@@ -61,7 +61,7 @@ UPDATE = -1
 BETWEEN_STEPS = -2
 
 Run = Callable[..., PerReplica]
-# The sums of a subtree, packed into buckets. A bucket is a vector of dense sums, or the sum of a
+# The sums of a subtree are packed into buckets. A bucket is a vector of dense sums, or the sum of a
 # sparse gradient, in which each index occurs once.
 Bucket: TypeAlias = Gradient
 Buckets: TypeAlias = list[Bucket]
@@ -72,8 +72,8 @@ _NOT_INLINED = {"_noinline": True}
 def _add(left: Bucket, right: Bucket) -> Bucket:
     """Adds two buckets.
 
-    The sum of two sparse gradients has the indices of both, in an order that depends only on the
-    two. It has the same values as the sum of the dense gradients.
+    The sum of two sparse gradients has the indices of both, in an order that depends only on these
+    two gradients. Its values equal those of the sum of the dense gradients.
     """
     if isinstance(left, tf.IndexedSlices):
         return merge_rows(join(left, right), compiled=False)
@@ -93,8 +93,8 @@ class LeafResult(NamedTuple):
     """The results of one logical replica.
 
     Attributes:
-        summed: the tensors that are added up over all logical replicas; a sparse gradient has each
-            index once
+        summed: the tensors that are added up over all logical replicas; in a sparse gradient, each
+            index occurs once
         compared: the values that have to be equal on all logical replicas
         pieces: the tensors, dense or not, of this logical replica that host hooks are passed
     """
@@ -128,10 +128,9 @@ class LeafSum:
     """Computes the logical replicas, which are the leaves of the tree, and adds them up.
 
     Attributes:
-        packing: how the dense ones among the summed tensors are packed; set when the first device
-            is traced
-        sparse_rows: for each sparse gradient, the most rows that it has in one logical replica, and
-            the rows of its variable
+        packing: packs the dense tensors into buckets; set when the first device is traced
+        sparse_rows: for each sparse gradient, its maximum number of rows in one logical replica,
+            and the number of rows of its variable
     """
 
     def __init__(self, leaves: int, devices: int) -> None:
@@ -144,7 +143,7 @@ class LeafSum:
 
     @property
     def ranges(self) -> list[range]:
-        """The indices of the logical replicas of each device, those of all processes included."""
+        """The indices of the logical replicas of each device of all processes."""
         return self._ranges
 
     def get_leaves(self, device: int) -> range:
@@ -187,7 +186,7 @@ class LeafSum:
         )
 
     def _pack(self, summed: list[Gradient]) -> Buckets:
-        """Packs the dense tensors of a logical replica; each sparse one is a bucket by itself."""
+        """Packs the dense tensors of a logical replica; each sparse tensor becomes a bucket."""
         dense = [tensor for tensor in summed if not isinstance(tensor, tf.IndexedSlices)]
         sparse = [tensor for tensor in summed if isinstance(tensor, tf.IndexedSlices)]
         if self.packing is None:
@@ -201,9 +200,9 @@ class LeafSum:
     ) -> list[PerReplica]:
         """Adds up the roots of all devices, and returns the sums on each device.
 
-        Each bucket is finished on one device, and the devices take turns; in a cluster, each device
-        finishes all buckets. A device receives the roots of its next bucket only when its previous
-        bucket is finished, so it holds the roots of one bucket at a time.
+        In a single process, each bucket is finished on one device, and the devices take turns. In a
+        cluster, each device finishes all buckets. A device receives the roots of its next bucket
+        only when its previous bucket is finished, so it holds the roots of one bucket at a time.
 
         Args:
             strategy: the strategy whose devices compute
@@ -272,7 +271,11 @@ class LeafSum:
         return self._unpack_on_device(totals)
 
     def _add_up_roots(self, gathered: Sequence[Sequence[Bucket]] | tf.Tensor) -> Bucket:
-        """Returns the sum of a bucket, of which each device has the roots in their order."""
+        """Returns the sum of a bucket.
+
+        Args:
+            gathered: for each device, its roots of the bucket in their order
+        """
         known = {
             subtree: gathered[device][index]
             for device, device_leaves in enumerate(self._ranges)
@@ -283,15 +286,15 @@ class LeafSum:
     def _unpack_on_device(self, packed: Buckets) -> list[Gradient]:
         """Unpacks the sums on one device.
 
-        Each device first passes a sum through an identity function that is placed on this device
-        and is not inlined. The device that computed the sum does so, too. Otherwise,
+        Each device, including the device that computed the sum, first passes the sum through an
+        identity function that is placed on this device and is not inlined. Otherwise,
         ``tf.clip_by_global_norm``, which places its products next to the gradients, would place the
         products of all devices on the device that computed the sum. Grappler reorders the products
         of gradient, clipping factor and learning rate if all of them are on one device (the stage
         MinimizeBroadcasts of its arithmetic optimizer), but not if they are on two. The devices
         would round differently, and diverge.
 
-        Everything else that one device computes for others is exact: the states of random
+        All other values that one device computes for others are exact: the states of random
         generators, numbers of steps, and flags.
         """
         assert self.packing is not None
@@ -408,7 +411,7 @@ class LogicalReplicas:
 
         Returns:
             Three values: the sums, with the outputs and batches of each device; the sums without
-            them; and the variables of the gradients by objective.
+            the outputs and batches; and the variables of the gradients by objective.
         """
         strategy = self._components.strategy
 
@@ -441,7 +444,7 @@ class LogicalReplicas:
         """Computes the logical replicas of one device.
 
         Returns:
-            The results; and for each variable of ``_list_added``, its value before.
+            The results; and the previous value of each variable of ``_list_added``.
         """
         device = get_device_number()
         written = self._components.written
@@ -546,11 +549,11 @@ class LogicalReplicas:
 def compare_between_processes(
     compared: list[tf.Tensor], are_equal: list[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Returns on one device, for each value, whether all logical replicas have the same one.
+    """Returns on one device, for each value, whether all logical replicas have the same value.
 
     Args:
         compared: the values of this device, see ``DeviceResult``
-        are_equal: whether they are the same on all logical replicas of this device
+        are_equal: whether each is the same on all logical replicas of this device
     """
     vectors = [tf.reshape(tf.cast(read_bits(value), tf.int64), [-1]) for value in compared]
     gathered = gather(tf.concat([tf.cast(tf.stack(are_equal), tf.int64), *vectors], 0))
@@ -568,8 +571,8 @@ def take_leaf(
     """Takes the rows of a logical replica from the rows of its device.
 
     If the number of examples varies, there may be fewer of them than logical replicas. A logical
-    replica without rows gets the last row of the global batch as a placeholder. It thus writes the
-    same values to variables as the last one with rows, and may be compared with it.
+    replica without rows gets the last row of the global batch as a placeholder. It then writes the
+    same values to variables as the last logical replica with rows, so comparing them does not fail.
 
     Args:
         batch: the rows of the device
@@ -608,7 +611,7 @@ def make_empty(bucket: Bucket) -> Bucket:
 def list_sparse_rows(
     gradients: GradientsByObjective, variables: VariablesByObjective
 ) -> list[tuple[int, int]]:
-    """Returns for each sparse gradient the most rows that it can have, and those of its variable.
+    """Returns, for each sparse gradient, its maximum number of rows and that of its variable.
 
     Args:
         gradients: the gradients of a logical replica, in which an index may occur more than once

@@ -18,11 +18,11 @@ class Replicas:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self._strategy = context.components.strategy
-        # Replicas are traced in threads, which do not know this generator of the main thread.
+        # Replicas are traced in separate threads, which do not have the main thread's generator.
         self._seed_generator = compat.get_seed_generator()
 
     def run(self, function: Callable[..., Any], *values: PerReplica) -> PerReplica:
-        """Calls a function on each replica, with that replica's part of the values."""
+        """Calls a function on each replica, with that replica's component of the values."""
 
         def run_on_replica(*values: Structure) -> Structure:
             with (
@@ -31,10 +31,10 @@ class Replicas:
             ):
                 return function(*values)
 
-        # A summary's name begins with the name scope; that of a loop would be part of it.
+        # The name of a summary begins with the name scope, so it would contain that of a loop.
         with tf.name_scope(""):
             return self._strategy.run(run_on_replica, values)
 
     def get_local_results(self, value: PerReplica) -> tuple[tf.Tensor, ...]:
-        """Returns a value of each replica of this process."""
+        """Returns the components of a value, one for each replica of this process."""
         return self._strategy.experimental_local_results(value)  # type: ignore[no-any-return]

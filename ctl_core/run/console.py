@@ -1,8 +1,8 @@
 """The console output of a run: a live line on a terminal, plain lines elsewhere.
 
-The engine moves the line after each graph call, whatever hooks there are. Every message is also
-written to train.log, through the standard logging module, and the line every ten seconds. Values
-are passed to the listeners of the run, see run/listeners.py.
+The engine updates the live line after each graph call, no matter which hooks exist. Every message
+is also written to train.log through the standard logging module, and so is the progress line every
+ten seconds. Values are passed to the listeners of the run, see run/listeners.py.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rich.progress import Progress
 
 from ctl_core.run.progress import MOST_VALUES, LineColumn, Pace, ProgressLine, format_seconds
 
-# A number, as hooks have them: of Python, NumPy or TensorFlow.
+# A number of Python, NumPy or TensorFlow, as hooks pass it.
 Scalar: TypeAlias = Any
 
 LOG = logging.getLogger("ctl_core")
 LOG.addHandler(logging.NullHandler())  # without a run, messages go to the console only
 
-# The seconds between two lines in a log, see the setting ``log_seconds``.
+# The seconds between two progress lines in a log; see the setting ``log_seconds``.
 LOG_SECONDS = 10.0
-# The least seconds between two lines of ``show_step``, and between lines that are not required.
+# The minimum of seconds between two lines of ``show_step``, and before an optional line.
 STEP_SECONDS = 1.0
-# The least seconds of training that a speed on the live line is measured over.
+# The minimum of training seconds over which the speed on the live line is measured.
 SPEED_SECONDS = 1.0
 
 
@@ -45,12 +45,12 @@ class ListenerGroup(Protocol):
 class Console:
     """The console of one run.
 
-    In a cluster, that of the chief is shown; the others only write to their logs.
+    In a cluster, only the chief's console prints; the other processes only write to their logs.
 
     Attributes:
-        listeners: are passed the values that are shown
-        read_rates: returns the learning rates, which the listeners are passed beside the values of
-            a step of training
+        listeners: the listeners of the run, which receive all values
+        read_rates: returns the learning rates, which the listeners receive together with the values
+            of a training step
     """
 
     def __init__(self, terminal: Terminal | None = None, shown: bool = True) -> None:
@@ -66,7 +66,7 @@ class Console:
         self._step = 0
         self._total = 0
         self._values: dict[str, float] = {}
-        # When the last line was printed or logged, and its step.
+        # The time and the step of the last line that was printed or logged.
         self._printed_at = 0.0
         self._printed_step = -1
         self._is_deferred = False
@@ -102,8 +102,8 @@ class Console:
             step: the step at which training begins
             total: its last step
             clock: returns the seconds of training, without evaluations and checkpoints
-            steps_per_epoch: the steps of an epoch, if the line shall show the epoch
-            log_seconds: the seconds between two lines in a log, or where there is no terminal
+            steps_per_epoch: the number of steps of an epoch; None if the line shows no epoch
+            log_seconds: the seconds between two lines in a log, or if there is no terminal
         """
         self._start = self._step = step
         self._total = total
@@ -120,13 +120,14 @@ class Console:
             self._progress.start()
 
     def advance(self, step: int, is_warm: bool = True) -> None:
-        """Notes that a graph call has ended with this step; the engine calls it for each.
+        """Records that a graph call has ended with this step; the engine does so after each call.
 
-        The live line moves by itself. Elsewhere, and in the log, a line is due every few seconds.
+        The live line refreshes itself. In the log, and without a terminal, a line is written every
+        ``log_seconds``.
 
         Args:
             step: the last step of the call
-            is_warm: whether the call counts for the speed; the first call of a graph does not
+            is_warm: whether the speed includes this call; it excludes the first call of a graph
         """
         self._step = step
         if self._pace is None:
@@ -136,7 +137,7 @@ class Console:
             self._put_line()
 
     def note_saved(self, step: int) -> None:
-        """Adds a line for a checkpoint, unless there was one of this step or a moment ago."""
+        """Adds a line for a checkpoint, unless the last line is recent or of the same step."""
         self._step = step
         is_new = step != self._printed_step
         if is_new and time.monotonic() - self._printed_at >= STEP_SECONDS:
@@ -156,7 +157,7 @@ class Console:
 
     @contextlib.contextmanager
     def defer(self, is_deferred: bool = True) -> Iterator[None]:
-        """Runs hooks; in deferred ones, ``show_step`` shows no more than the progress line does."""
+        """Marks that hooks run; in deferred hooks, ``show_step`` does nothing during training."""
         self._is_deferred = is_deferred
         try:
             yield
@@ -164,7 +165,7 @@ class Console:
             self._is_deferred = False
 
     def step(self, step: int) -> None:
-        """Shows the step by a line, at most once a second, unless the progress line shows it."""
+        """Prints a line with the step, at most once a second, unless the live line shows it."""
         step = operator.index(step)
         if self._progress is not None or (self._is_deferred and self._pace is not None):
             return
@@ -184,15 +185,15 @@ class Console:
     ) -> None:
         """Shows values of a step, and passes them to the listeners.
 
-        While a run trains, values of training appear on its progress line. All others are printed.
+        While a run trains, training values appear on its progress line. Other values are printed.
 
         Args:
             step: the number of the step
-            split: ``train``, ``eval`` or ``watch``; the folder of the run for TensorBoard
-            values: the values by name; those of a dict are shown as ``name/key``
-            prefix: is shown before each name
-            remark: is shown after the values
-            shown: whether to show the values at all
+            split: ``train``, ``eval`` or ``watch``; TensorBoard's run has the same name
+            values: the values by name; the values of a dict are shown as ``name/key``
+            prefix: a text to show before each name
+            remark: a text to show after the values
+            shown: whether the console shows the values
         """
         step = operator.index(step)
         numbers: dict[str, float] = {}
@@ -245,14 +246,14 @@ class Console:
         return line
 
     def _choose_values(self) -> dict[str, float]:
-        """Returns the loss and the latest other values, as many as a line has room for."""
+        """Returns the loss and the latest other values, at most ``MOST_VALUES`` in total."""
         names = [name for name in self._values if name == "loss"]
         others = [name for name in self._values if name != "loss"]
         names += others[len(names) - MOST_VALUES :]
         return {name: self._values[name] for name in names}
 
     def _put_line(self, remark: str = "") -> None:
-        """Prints the progress line, or only logs it if a terminal shows it anyway."""
+        """Prints the progress line; if a terminal shows it already, only writes it to the log."""
         self._note_printed()
         line = str(self._make_line())
         if remark:
@@ -270,7 +271,7 @@ class Console:
         if self._shown and self._terminal.is_terminal:
             self._terminal.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
         elif self._shown:
-            # In one piece: another thread may print, too.
+            # In a single call, because another thread may print at the same time.
             print(f"{text}\n", end="", file=self._terminal.file, flush=True)
 
 
@@ -280,7 +281,7 @@ def _make_float(scalar: Scalar) -> float:
 
 
 def format_values(values: Mapping[str, Any]) -> str:
-    """Returns values as a person reads them: ``loss 0.2247  accuracy 0.9499``."""
+    """Returns values as text, such as ``loss 0.2247  accuracy 0.9499``."""
     return "  ".join(f"{name} {value:.4g}".replace("nan", "NaN") for name, value in values.items())
 
 
@@ -290,7 +291,7 @@ def format_evaluation(values: Mapping[str, Any], of: int, step: int) -> str:
     Args:
         values: the values by name
         of: the step that was evaluated
-        step: the present step of the run; if it is another one, the line names ``of``
+        step: the current step of the run; if it differs from ``of``, the line names ``of``
     """
     subject = "evaluation"
     if of != step:
@@ -298,7 +299,7 @@ def format_evaluation(values: Mapping[str, Any], of: int, step: int) -> str:
     return f"{subject}: {format_values(values)}"
 
 
-# A file of TensorFlow's or Keras', not the user's.
+# Matches the path of a file of TensorFlow or Keras.
 _LIBRARY = re.compile(r"[/\\](?:tensorflow|keras)[/\\](?:python|src)[/\\]")
 
 
@@ -323,10 +324,10 @@ _active: Console | None = None
 
 
 def activate(console: Console | None) -> Console | None:
-    """Makes a console the one that ``report`` and ``show_step`` write to.
+    """Makes ``report`` and ``show_step`` write to a console.
 
     Returns:
-        The console that was active before: whoever activates another one puts it back.
+        The previously active console, which the caller activates again afterwards.
     """
     global _active
     before = _active
@@ -337,8 +338,8 @@ def activate(console: Console | None) -> Console | None:
 def create_console() -> Console:
     """Returns a console for a run that is only read.
 
-    Within a hook of another run, it prints where that run prints: above its progress line, and in a
-    cluster on the chief only.
+    Within a hook of another run, it prints like the console of that run: above the progress line,
+    and in a cluster on the chief only.
     """
     if _active is None:
         return Console()
@@ -346,17 +347,17 @@ def create_console() -> Console:
 
 
 def report(step: int, *, console: bool = True, **values: Scalar | dict[str, Scalar]) -> None:
-    """For hooks: shows values, writes each as a scalar summary and all to metrics.jsonl.
+    """For hooks: shows values, and writes them to TensorBoard and metrics.jsonl.
 
     While a run trains, its progress line shows the loss and the latest four other values.
 
     Args:
         step: the step that the values belong to
-        console: whether the console shows them; False if there are many
-        **values: scalars by name, or dicts of such
+        console: whether the console shows the values; pass False for many values
+        **values: scalars by name, or dicts of scalars
 
     Raises:
-        ValueError: a name is that of a key that each line of metrics.jsonl has.
+        ValueError: a value is called ``split``, which is a key of each line of metrics.jsonl.
     """
     if "split" in values:
         raise ValueError("ctl.report: 'split' is a key of each line of metrics.jsonl; rename it.")
@@ -369,5 +370,5 @@ def warn(text: str) -> None:
 
 
 def show_step(step: int) -> None:
-    """For hooks: shows the step by a line, at most once a second, unless the console shows it."""
+    """For hooks: prints the step, at most once a second, unless the progress line shows it."""
     (_active or Console()).step(step)

@@ -51,9 +51,9 @@ class Listener:
         """Is called with each line of metrics.jsonl; ``split`` is train or eval."""
 
     def saved(self, step: int, path: Path) -> None:
-        """Is called when a checkpoint is complete, perhaps some steps later.
+        """Is called when a checkpoint is complete, possibly some steps later.
 
-        No other checkpoint is being written then, so its files are there.
+        The call comes before the next checkpoint is written, so the files still exist.
 
         Files that begin with ``path`` hold the objects of ``create_ckpt``. Everything else that a
         run needs to resume is in the folder ``engine`` next to them.

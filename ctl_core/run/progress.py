@@ -1,4 +1,4 @@
-"""How far a training is and how fast it goes, as one line of text."""
+"""Formats the progress and the speed of training as one line of text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.console import Console as Terminal
 from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
-# The most values of a line: the loss, and the latest others.
+# The maximum number of values on a line: the loss, and the latest other values.
 MOST_VALUES = 5
-# The columns of a bar.
+# The minimum and maximum width of the bar (columns).
 SHORTEST_BAR = 5
 LONGEST_BAR = 40
-# The seconds of training that an estimate of the remaining time is based on, at least.
+# The minimum number of seconds on which an estimate of the remaining time is based.
 SHORTEST_ESTIMATE = 2.0
 _SPACE = "  "
 
@@ -43,16 +43,16 @@ class ProgressLine:
     share: float = 0.0
 
     def __str__(self) -> str:
-        """The line for a file or a pipe, in full and without a bar."""
+        """Returns the full line without a bar, for a file or a pipe."""
         parts = [self.step, self.epoch, self.values, self.speed, self.elapsed, self.remaining]
         return _SPACE.join(filter(None, parts))
 
     def fit(self, width: int) -> str:
         """Returns the line for a terminal of ``width`` columns, with a bar if there is room.
 
-        In a narrow terminal, the bar becomes shorter and then disappears. Then the elapsed time,
-        the speed, the epoch and the remaining time are left out, in this order. The values are cut
-        off last.
+        If the terminal is too narrow, the bar becomes shorter and is then left out. If that is not
+        enough, the elapsed time, the speed, the epoch and the remaining time are left out, in this
+        order, and finally the values are truncated.
         """
         parts = {
             "step": self.step,
@@ -107,15 +107,15 @@ class LineColumn(ProgressColumn):
 
 
 class Pace:
-    """Measures the speed of a training, and estimates how long it still takes."""
+    """Measures the speed of training, and estimates the remaining time."""
 
     def __init__(self, start: int, total: int, training_clock: Callable[[], float]) -> None:
-        """Begins to measure.
+        """Starts the measurement.
 
         Args:
             start: the step from which this process trains
             total: the last step of the run
-            training_clock: the seconds of training, without evaluations and checkpoints
+            training_clock: returns the seconds of training, without evaluations and checkpoints
         """
         self._total = total
         self._training_clock = training_clock
@@ -126,12 +126,12 @@ class Pace:
         self._speed = 0.0
 
     def advance(self, step: int, is_warm: bool = True) -> None:
-        """Notes the step that a graph call has reached.
+        """Records the step that a graph call has reached.
 
         Args:
             step: the last step of the call
-            is_warm: whether the call counts. In its first call, TensorFlow optimizes or compiles a
-                graph; the speed is measured from there.
+            is_warm: whether the measurement includes the call. TensorFlow optimizes or compiles a
+                graph in its first call, so the measurement starts after that call.
         """
         self._step = step
         if self._first is None or not is_warm:
@@ -142,8 +142,8 @@ class Pace:
         """Returns the steps per second since the last measurement; 0 if it is not known yet.
 
         Args:
-            shortest: the seconds of training that a measurement takes at least; before they are
-                over, the last speed is returned again
+            shortest: the minimum of training seconds for a new measurement; until then, the
+                previous speed is returned
         """
         if self._mark is None:
             return 0.0
@@ -159,7 +159,7 @@ class Pace:
         return time.monotonic() - self._begun
 
     def estimate_remaining(self) -> float | None:
-        """Returns the seconds until the last step, with everything; None if they are not known."""
+        """Returns the seconds until the last step, including evaluations; None if unknown."""
         if self._first is None or self._step <= self._first[1] or self._step >= self._total:
             return None
         seconds = time.monotonic() - self._first[0]

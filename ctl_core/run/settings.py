@@ -45,7 +45,7 @@ def check_path(text: str) -> str:
 
 
 def check_mirror(text: str) -> str:
-    """Refuses an empty text; anything else is a URL or a path."""
+    """Refuses an empty text; any other text is a URL or a path."""
     if not text.strip():
         raise ValueError(f"expected a URL or a path, got {quote(text)}.")
     return text
@@ -271,7 +271,7 @@ class Config:
 
 
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
-# Settings of engines before 1.0, which are ignored in the config.yaml that such a run has saved.
+# Settings of engines before 1.0. They are ignored in the config.yaml of a run of such an engine.
 RETIRED = frozenset(
     {
         "cluster",

@@ -1,4 +1,4 @@
-"""The facts that must be the same on all processes of a cluster before they train together.
+"""Compares the facts that must be the same on all processes of a cluster before they train.
 
 To compare another fact, add it to ``find_process_facts`` if it is known before the hooks are
 called; otherwise, pass it to ``Cluster.compare`` where it is known.
@@ -38,10 +38,10 @@ def compare_processes(
 ) -> None:
     """Refuses to train if the processes of a cluster differ in settings, devices or programs.
 
-    Makes no graph call, because those of processes with different devices would not match.
+    Makes no graph call, because graph calls of processes with different devices would not match.
 
     Raises:
-        SetupError: they differ; the message names the process, and what is different.
+        SetupError: the processes differ; the message names the process and the difference.
     """
     if cluster.task.processes == 1:
         return
@@ -63,10 +63,11 @@ def compare_processes(
 def compare_optimizers(cluster: Cluster, optimizers: dict[str, Optimizer]) -> None:
     """Refuses to train if the processes differ in their optimizers, or in modules of the project.
 
-    By now, the hooks have imported most modules that they import when they are called.
+    Modules are compared here for the second time, because hooks may import modules when they are
+    called.
 
     Raises:
-        SetupError: they differ; the message names the process, and what is different.
+        SetupError: the processes differ; the message names the process and the difference.
     """
     if cluster.task.processes > 1:
         facts = find_optimizer_facts(optimizers) | find_module_facts()
@@ -74,7 +75,7 @@ def compare_optimizers(cluster: Cluster, optimizers: dict[str, Optimizer]) -> No
 
 
 def find_process_facts(strategy: tf.distribute.Strategy, callbacks: Callbacks) -> Facts:
-    """Returns what this process trains on and with: its devices, versions and files."""
+    """Returns the devices, versions and files of this process."""
     facts = {
         "devices": _describe_devices(strategy),
         "TensorFlow": tf.__version__,
@@ -99,13 +100,13 @@ def find_module_facts() -> Facts:
             continue
         path = Path(file)
         with contextlib.suppress(OSError, ValueError):
-            # Another process may have its copy of the project in another folder.
+            # A relative path, since another process may have the project in another folder.
             facts[str(path.relative_to(project))] = _digest([path.read_bytes()])
     return facts
 
 
 def find_optimizer_facts(optimizers: dict[str, Optimizer]) -> Facts:
-    """Returns the class of each optimizer, and the numbers that it was created with."""
+    """Returns the class of each optimizer, and the numbers in its configuration."""
     facts = {}
     for objective, optimizer in optimizers.items():
         name = "the optimizer"
@@ -117,9 +118,9 @@ def find_optimizer_facts(optimizers: dict[str, Optimizer]) -> Facts:
 
 
 def _read_numbers(optimizer: Optimizer) -> Facts:
-    """Returns the numbers in the configuration of an optimizer; none if it has no such thing."""
+    """Returns the numbers in an optimizer's configuration; empty if it has no configuration."""
     config = {}
-    # Optimizers of a user often have no configuration, or an incomplete one.
+    # A user's own optimizer often has no configuration, or an incomplete one.
     with contextlib.suppress(Exception):
         config = flatten(optimizer.get_config())  # type: ignore[attr-defined]
     return {name: repr(value) for name, value in config.items() if isinstance(value, int | float)}
@@ -140,7 +141,7 @@ def _read_engine() -> Iterator[bytes]:
 
 
 def _digest(contents: Iterator[bytes] | list[bytes]) -> str:
-    """Returns a digest of contents for a message; of a single one, the start of its SHA-256."""
+    """Returns a digest for messages: the beginning of the SHA-256 of the joined contents."""
     digest = hashlib.sha256()
     for content in contents:
         digest.update(content)

@@ -102,10 +102,10 @@ def count_parameters(state: State) -> str:
 
 
 def describe_end(state: State, start: int) -> list[str]:
-    """Returns how training ended and how long it took; the last evaluation; and what to do next.
+    """Returns lines with the outcome and duration of training, its last evaluation, and next steps.
 
     Args:
-        state: of the run
+        state: the state of the run
         start: the step from which this process trained
     """
     run_name = Path(state.run_dir).name

@@ -186,7 +186,7 @@ class Run:
     def close(self) -> None:
         """Closes the summaries and the log, and releases the lock.
 
-        A run that nobody named, and that failed before it began, leaves no folder behind.
+        If the run has a generated name and failed before it began, its folder is removed.
         """
         self.summaries.close()
         LOG.removeHandler(self._log)
@@ -198,11 +198,11 @@ class Run:
             shutil.rmtree(self.path)
 
     def _is_unused(self) -> bool:
-        """Returns whether the folder contains nothing but the log."""
+        """Returns True if the folder is empty or contains only the log."""
         return {path.name for path in self.path.iterdir()} <= {"train.log"}
 
     def abandon(self) -> None:
-        """Releases the lock of a run whose process ends at once."""
+        """Releases the lock without closing the log, for a process that ends immediately."""
         self._release_lock()
 
     def _release_lock(self) -> None:

@@ -1,11 +1,12 @@
-"""Watches a training from a thread of its own: reports if it does not get on, and obeys signals.
+"""Watches training from a separate thread: reports when training hangs, and obeys signals.
 
-Python calls the handler of a signal between two of its own instructions, so not before a graph call
-ends. A graph call that waits for data, or for another process, may never end. The thread therefore
-learns of signals by ``signal.set_wakeup_fd``, and ends the process if the main thread cannot.
+Python runs a signal handler only between two instructions of the main thread, so not before a graph
+call ends. A graph call that waits for data or for another process may never end. The thread
+therefore receives signals through ``signal.set_wakeup_fd``, and ends the process if the main thread
+cannot.
 
-Where the training is, the thread reads off the stack of the main thread. So neither a step nor a
-hook becomes slower.
+The thread reads from the stack of the main thread what the training is doing, so steps and hooks do
+not become slower.
 """
 
 from __future__ import annotations
@@ -41,29 +42,29 @@ from ctl_core.session.run import Run
 
 # How long the main thread may take to end after a second SIGINT (seconds).
 INTERRUPT_SECONDS = 5.0
-# How often the thread looks where the training is (seconds).
+# The interval at which the thread checks what the training is doing (seconds).
 _POLL = 1.0
-# How long to wait for the other processes of a cluster to tell where they are (seconds).
+# How long to wait for the other processes of a cluster to report where they are (seconds).
 _ANSWER_SECONDS = 10.0
-# How long the last words of a process may take (seconds).
+# How long a process may take to report why it ends (seconds).
 _LAST_WORDS_SECONDS = 3.0
 
 # Kinds of places.
 _GRAPH_CALL = "graph call"
 _EVALUATION = "evaluation"
-# The functions in which the training traces or compiles.
+# The functions that trace or compile a graph.
 _TRACING = (Hook.trace, StepFunctions.trace, Evaluation.trace)
 _INPUT_FOLDER = str(Path(stream.__file__).parent)
 _CHECKPOINT_FOLDER = str(Path(checkpoints.__file__).parent)
 
 
 class Place(NamedTuple):
-    """Where a training is.
+    """The operation that a training is executing.
 
     Attributes:
-        kind: what it does there, for the comparison with earlier times
-        text: the same for a message, with the line of a hook
-        is_checkpoint: whether it writes or reads a checkpoint, which must not be cut short
+        kind: the kind of operation; times are compared between operations of the same kind
+        text: a description for messages, with the line of a hook
+        is_checkpoint: whether a checkpoint is written or read, which must not be interrupted
     """
 
     kind: str
@@ -72,15 +73,16 @@ class Place(NamedTuple):
 
 
 class Watch:
-    """Watches the training in the thread that enters it, until that leaves it.
+    """Watches the thread that enters this context, until it leaves the context.
 
-    If no step, no batch of an evaluation and no checkpoint ends for ``stall_seconds``, a line says
-    where the training is. Tracing and compiling do not count, and what has taken long before may
-    take twice as long again. In a cluster, the line also says where the other processes are.
+    If no step, evaluation batch or checkpoint ends for ``stall_seconds``, a line says where the
+    training is. Tracing and compiling do not count, and an operation that has taken long before may
+    take twice as long before it is reported. In a cluster, the line also says where the other
+    processes are.
 
-    After a second SIGINT, the process ends although a graph call blocks the main thread. After a
-    SIGTERM, it ends if what is running does not end for as long as it takes to be reported, except
-    while a checkpoint is written.
+    After a second SIGINT, the process ends even if a graph call blocks the main thread. After a
+    SIGTERM, the process ends if the current operation exceeds the same time limit, except while a
+    checkpoint is written.
 
     Attributes:
         step: the last step of the last graph call, which is the same on all processes
@@ -89,14 +91,14 @@ class Watch:
     def __init__(
         self, run: Run, console: Console, signals: Signals, task: Task, stall_seconds: float
     ) -> None:
-        """Prepares the thread, which starts when the watch is entered.
+        """Prepares the thread, which starts when the context is entered.
 
         Args:
             run: the run that is trained
-            console: prints what is noticed
-            signals: notes the signals; it has been entered
+            console: prints the reports
+            signals: records the signals; its context has been entered
             task: this process in its cluster
-            stall_seconds: how long nothing may end; 0: no limit
+            stall_seconds: the time after which training counts as hanging; 0: no limit
         """
         self.step = 0
         self._run = run
@@ -104,19 +106,19 @@ class Watch:
         self._signals = signals
         self._task = task
         self._stall_seconds = stall_seconds
-        self._ended = 0  # counts what has ended
+        self._ended = 0  # the number of steps, batches and checkpoints that have ended
         self._thread = threading.Thread(target=self._watch, name="ctl_core watch", daemon=True)
         self._sender: socket.socket
         self._receiver: socket.socket
         self._receives_signals = False
         self._watched = 0  # identifies the thread that trains
-        self._arrivals: dict[int, float] = {}  # of the first signal of each number
-        self._end_at = float("inf")  # when the process ends, because of a second SIGINT
-        self._longest: dict[str, float] = {}  # seconds that passed in each kind of place
+        self._arrivals: dict[int, float] = {}  # the time of the first signal of each number
+        self._end_at = float("inf")  # when the process ends because of a second SIGINT
+        self._longest: dict[str, float] = {}  # the longest time in each kind of place (seconds)
         self._place: Place | None = None
-        self._seen = 0  # of what has ended
-        self._last_end = 0.0  # when something ended last, as far as was seen
-        self._since = 0.0  # the time since which the training is in its place
+        self._seen = 0  # the value of ``_ended`` at the last check
+        self._last_end = 0.0  # the time of the check that last found a change of ``_ended``
+        self._since = 0.0  # when the training entered its current place
         self._is_reported = False
 
     def __enter__(self) -> Watch:
@@ -130,7 +132,7 @@ class Watch:
             descriptor = self._sender.fileno()
             before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
             self._receives_signals = before == -1
-            if not self._receives_signals:  # the event loop of a notebook, for instance
+            if not self._receives_signals:  # used already, for instance by a notebook's event loop
                 signal.set_wakeup_fd(before)
         self._tell_limit()
         if self._receives_signals or self._stall_seconds:
@@ -145,25 +147,25 @@ class Watch:
     ) -> None:
         if self._receives_signals:
             signal.set_wakeup_fd(-1)
-        self._sender.close()  # which ends the thread
+        self._sender.close()  # ends the thread
         if self._thread.is_alive():
             self._thread.join(self._poll)
         else:
             self._receiver.close()
 
     def note_end(self) -> None:
-        """Notes that steps, batches of an evaluation or a checkpoint have ended."""
+        """Records that steps, batches of an evaluation or a checkpoint have ended."""
         self._ended += 1
 
     @property
     def _poll(self) -> float:
-        """How often to look where the training is (seconds)."""
+        """The interval between two checks of the training (seconds)."""
         if not self._stall_seconds:
             return _POLL
         return min(_POLL, self._stall_seconds / 4)
 
     def _watch(self) -> None:
-        """Receives signals, and looks where the training is, until the sender is closed."""
+        """Receives signals, and checks what the training is doing, until the sender is closed."""
         while True:
             with contextlib.suppress(TimeoutError):
                 numbers = self._receiver.recv(64)
@@ -177,7 +179,7 @@ class Watch:
     # ---- Signals ---------------------------------------------------------------------------------
 
     def _receive(self, number: int) -> None:
-        """Notes a signal."""
+        """Records a signal and announces its effect."""
         if number not in self._signals.handled:
             return
         number = self._signals.translate(number)
@@ -188,7 +190,7 @@ class Watch:
             self._end_at = min(self._end_at, now + INTERRUPT_SECONDS)
 
     def _tell_limit(self) -> None:
-        """Lets the line about a SIGTERM say how long the process waits."""
+        """Sets how long the process waits after a SIGTERM, for the line that announces it."""
         if self._receives_signals:
             self._signals.patience = self._find_limit(self._place)
 
@@ -213,13 +215,14 @@ class Watch:
             )
 
     def _end_process(self, number: int, text: str) -> None:
-        """Ends this process at once, after its last words."""
+        """Reports why this process ends, and ends it without saving."""
         last_words = threading.Thread(target=self._say_last_words, args=(text,), daemon=True)
         last_words.start()
-        last_words.join(_LAST_WORDS_SECONDS)  # what they need may be blocked, too
+        last_words.join(_LAST_WORDS_SECONDS)  # the report itself may be blocked, too
         os._exit(128 + number)
 
     def _say_last_words(self, text: str) -> None:
+        """Reports why this process ends, and releases the lock of its run."""
         LOG.error(text)
         print(f"error: {text}", file=sys.stderr, flush=True)
         background.tell_failure(f"error: {text}")
@@ -228,7 +231,7 @@ class Watch:
     # ---- Places ----------------------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        """Notices whether the training gets on."""
+        """Checks whether training has advanced since the last check; reports it if it hangs."""
         if self._ended != self._seen:
             self._seen = self._ended
             self._last_end = now
@@ -247,7 +250,7 @@ class Watch:
         self._obey(now)
 
     def _leave_place(self, place: Place | None, now: float) -> None:
-        """Notes how long the training was in its place, and that it is in another one now."""
+        """Records how long the training was in its place, and that it has entered another one."""
         if self._place is not None:
             kind = self._place.kind
             self._longest[kind] = max(self._longest.get(kind, 0.0), now - self._since)
@@ -257,18 +260,18 @@ class Watch:
         self._tell_limit()
 
     def _find_limit(self, place: Place | None) -> float:
-        """Returns how long nothing may end in a place (seconds)."""
+        """Returns how long a place may last before it is reported (seconds)."""
         if place is None:
             return self._stall_seconds
         return max(self._stall_seconds, 2 * self._longest.get(place.kind, 0.0))
 
     def _find_place(self) -> Place | None:
-        """Returns where the training is; None while it traces, compiles, or does anything else."""
+        """Returns where the training is; None if it traces or compiles, or if that is unknown."""
         frame = sys._current_frames().get(self._watched)
         return find_place(frame, has_peers=self._task.processes > 1)
 
     def _report(self, place: Place, seconds: float) -> None:
-        """Says where the training is, and in a cluster where the other processes are."""
+        """Prints where the training is, and in a cluster where the other processes are."""
         step = self.step
         where = place.text
         if place.kind in (_GRAPH_CALL, _EVALUATION):
@@ -280,7 +283,7 @@ class Watch:
         )
 
     def _describe_threads(self) -> str:
-        """Returns which lines of the user other threads are in, such as that of a generator."""
+        """Returns the lines of the user's code that other threads run, such as a generator's."""
         lines = []
         for thread, frame in sys._current_frames().items():
             if thread not in (self._watched, threading.get_ident()):
@@ -296,7 +299,8 @@ class Watch:
         if task.processes == 1:
             return ""
         answers = []
-        with contextlib.suppress(tf.errors.OpError):  # of a process that is gone, or asked again
+        # A process may be gone, or this one may have published the same key before.
+        with contextlib.suppress(tf.errors.OpError):
             publish(f"ctl_core/stall/{step}/{task.index}", json.dumps(text))
             until = time.monotonic() + _ANSWER_SECONDS
             for index in range(task.processes):
@@ -313,17 +317,18 @@ class Watch:
 
 @functools.cache
 def _list_tracing() -> frozenset[object]:
-    """Returns the code of functions during which the training traces or compiles."""
+    """Returns the code objects of the functions that trace or compile a graph."""
     return frozenset(function.__code__ for function in _TRACING)
 
 
 def find_place(frame: FrameType | None, has_peers: bool) -> Place | None:
-    """Returns where a training is, by the innermost frame of its thread; None if that is unknown.
+    """Returns where a training is, or None if that is unknown.
 
-    A place is unknown while a graph is traced or compiled, and between the places listed here.
+    The place is unknown while a graph is traced or compiled, and in code that ``_recognize`` does
+    not list.
 
     Args:
-        frame: the innermost frame
+        frame: the innermost frame of the thread that trains
         has_peers: whether there are other processes, for which a graph call may wait
     """
     waits = "computes or waits for data"
@@ -350,12 +355,12 @@ def _is_tracing(frame: FrameType) -> bool:
 
 
 def _recognize(frame: FrameType, lines: list[tuple[str, int]], waits: str) -> Place | None:
-    """Returns the place that a frame stands for; None if it stands for none.
+    """Returns the place that the function of a frame corresponds to, or None.
 
     Args:
-        frame: of a function
-        lines: of the frame and of all frames within, outermost first
-        waits: what a graph call does
+        frame: the frame of a function
+        lines: the files and lines of this frame and of all frames within it, outermost first
+        waits: the words that describe what a graph call does
     """
     code = frame.f_code
     if code is Hook.__call__.__code__:
@@ -375,7 +380,7 @@ def _recognize(frame: FrameType, lines: list[tuple[str, int]], waits: str) -> Pl
 
 
 def _find_users_line(frame: FrameType | None) -> str | None:
-    """Returns the innermost line of the user in a stack, such as ``callbacks.py:14``."""
+    """Returns the innermost line of the user's code in a stack, such as ``callbacks.py:14``."""
     while frame is not None:
         file = frame.f_code.co_filename
         is_source = os.path.isabs(file)
@@ -386,7 +391,7 @@ def _find_users_line(frame: FrameType | None) -> str | None:
 
 
 def _forget_wakeup() -> None:
-    """Lets a forked process keep its signals for itself, instead of telling them to this one."""
+    """Prevents a forked process from passing its signals on to this one."""
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.set_wakeup_fd(-1)
 

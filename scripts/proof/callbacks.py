@@ -103,7 +103,7 @@ def write_weights(model: keras.Model) -> None:
 
 def write_step(step: int, batch: Any, gradients: Any, chief: bool) -> None:
     if len(batch[0]) == BATCH and not chief:
-        return  # with logical replicas, each process is passed the whole batch
+        return  # with logical replicas, each process receives the whole batch
     norm = float(tf.linalg.global_norm(gradients))
     write_ids(step, (step - 1) // BATCHES, [batch[1][:, 1]], norm)
 

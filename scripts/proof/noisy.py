@@ -1,7 +1,7 @@
-"""A tiny program with Dropout, for scripts/soak_operations.py, which starts it over and over.
+"""A tiny program with Dropout, which scripts/soak_operations.py starts many times.
 
-Each replica has random numbers of its own. The manager of its checkpoints keeps two, so that a run
-of a few steps removes old ones.
+Each replica draws its own random numbers. The checkpoint manager keeps two checkpoints, so that
+even a run of a few steps removes old ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def create_model() -> keras.Model:
 
 
 def square_error(pair: Any) -> tf.Tensor:
-    """Returns the error of each example."""
+    """Returns the squared error of each example."""
     output, target = pair
     return tf.square(output - target)[:, 0]
 
