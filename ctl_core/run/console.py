@@ -238,7 +238,8 @@ class Console:
             shortest = SPEED_SECONDS
         speed = self._pace.measure_speed(shortest)
         if speed:
-            line.speed = f"{speed:.3g} steps/s"
+            digits = 0 if speed >= 100 else 1
+            line.speed = f"{speed:.{digits}f} steps/s"
         line.elapsed = format_seconds(self._pace.measure_elapsed())
         remaining = self._pace.estimate_remaining()
         if remaining is not None:

@@ -324,7 +324,7 @@ def create_ckpt(ckpt_path, step, train_model):
     )
 
 
-SLOW = """
+SLEEPY = """
 import time
 import tensorflow as tf
 from tests.golden import small
@@ -345,11 +345,12 @@ def create_dataset(global_batch_size):
 @pytest.mark.parametrize("columns", [40, 80, 140])
 def test_a_terminal_shows_steps_whatever_hooks_there_are(tmp_path: Path, columns: int) -> None:
     """No hook shows a step; the line moves while training takes about ten seconds."""
-    (tmp_path / "callbacks.py").write_text(SLOW)
+    (tmp_path / "callbacks.py").write_text(SLEEPY)
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     words = ["train", "--steps=90", "--batch-size=16", "--run-name=a"]
     environ = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
+    environ.pop("COLUMNS", None)  # it goes before the size of the terminal
     training = subprocess.Popen(
         [sys.executable, "-m", "ctl_core", *words],
         cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs, stderr=theirs,

@@ -222,7 +222,7 @@ def test_ci_checks_the_engine_of_a_project(digits: Path, run: Run, tmp_path: Pat
 def test_same_tool_settings_as_this_repository(digits: Path) -> None:
     """callbacks.py is checked there as the examples are here, and the engine needs the same.
 
-    How long and complex a function of a project may be is its owner's decision.
+    How long a line or a function of a project may be, and how complex, is its owner's decision.
     """
     here = tomllib.loads((ROOT / "pyproject.toml").read_text())
     there = tomllib.loads((digits / "pyproject.toml").read_text())
@@ -231,6 +231,7 @@ def test_same_tool_settings_as_this_repository(digits: Path) -> None:
     lint = here["tool"]["ruff"]["lint"]
     del lint["mccabe"], lint["pylint"]
     lint["select"] = [rule for rule in lint["select"] if rule not in ("C901", "PLR0915")]
+    lint["ignore"].insert(0, "E501")
     assert lint == there["tool"]["ruff"]["lint"]
     for tool in ("ruff", "mypy"):
         (ours,), (theirs,) = (
