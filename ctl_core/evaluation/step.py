@@ -31,14 +31,9 @@ from ctl_core.input.batches import (
 )
 from ctl_core.model.components import Components, ForwardContext, TraceContext
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
+from ctl_core.model.leaf_sum import DeviceResult, LeafResult, LeafSum
 from ctl_core.model.logical_exchange import get_device_number
-from ctl_core.model.logical_replicas import (
-    EVALUATION,
-    DeviceResult,
-    GeneratorStates,
-    LeafResult,
-    LeafSum,
-)
+from ctl_core.model.logical_replicas import EVALUATION, GeneratorStates
 from ctl_core.model.metrics import update_if, update_metrics
 from ctl_core.numerics.variables import unwrap
 from ctl_core.types import Batch, Count, GraphFunction, PerReplica

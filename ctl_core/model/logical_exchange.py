@@ -2,7 +2,7 @@
 
 Each function is called on every device of every process, and returns the same values on all of
 them, except where its docstring says otherwise. No bit changes in the exchange, so every device can
-finish the sums by itself; see logical_replicas.py.
+finish the sums by itself; see leaf_sum.py.
 """
 
 from __future__ import annotations

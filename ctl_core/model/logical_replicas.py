@@ -1,28 +1,17 @@
 """Computes a step of logical replicas, which has the same bits on any number of devices.
 
-A global batch has V shares, one for each logical replica. Each device computes a contiguous range
-of logical replicas, one after another, and adds up their contributions along the tree of
-numerics/summation_tree.py. For each bucket of gradients, all devices then send the roots of their
-subtrees to one device, which finishes the tree and sends the sum back. In a cluster, all devices
-send their roots to all devices of all processes, and each device finishes the tree by itself.
-
-A logical replica is a graph function that TensorFlow does not inline. TensorFlow therefore
-simplifies it separately, in the same way on each device, whatever ops are around it. A model that
-is inlined next to other ops could be simplified in another way, and round differently. Additions
-are functions, too, for the same reason: TensorFlow folds additions that it can see into AddN, which
-adds in another order.
+A global batch has V shares, one for each logical replica. leaf_sum.py computes the logical replicas
+of each device and adds up their results, which this module then settles on each device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.cluster.collectives import distribute, has_peers
+from ctl_core.cluster.collectives import has_peers
 from ctl_core.cluster.replica_contexts import enter_logical_replica
 from ctl_core.input.batches import (
     Share,
@@ -30,24 +19,20 @@ from ctl_core.input.batches import (
     find_start,
     keep_rows_if,
     take_batch_rows,
-    take_rows,
     unpack_element,
 )
 from ctl_core.model.components import Components, StepContext
 from ctl_core.model.forward import ForwardBackward, fix_sparse_shape, keep_if
-from ctl_core.model.logical_exchange import gather, gather_pieces, gather_sparse, get_device_number
-from ctl_core.numerics.packing import BUCKET_BYTES, Packing
+from ctl_core.model.leaf_sum import DeviceResult, LeafResult, LeafSum, Run, are_all_equal, read_bits
+from ctl_core.model.logical_exchange import gather, gather_pieces, get_device_number
 from ctl_core.numerics.randomness import derive_generator_states
-from ctl_core.numerics.reduction import Contribution, encode_for_sum, join, merge_rows
-from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
+from ctl_core.numerics.reduction import Contribution, merge_rows
 from ctl_core.numerics.variables import name_variable, unwrap
 from ctl_core.types import (
-    AnyTensor,
     Batch,
     Count,
     Gradient,
     GradientsByObjective,
-    PerReplica,
     Structure,
     Variable,
     VariablesByObjective,
@@ -59,287 +44,6 @@ EVALUATION = 1
 # Numbers that ``GeneratorStates.assign`` takes in place of the index of a logical replica.
 UPDATE = -1
 BETWEEN_STEPS = -2
-
-Run = Callable[..., PerReplica]
-# The sums of a subtree are packed into buckets. A bucket is a vector of dense sums, or the sum of a
-# sparse gradient, in which each index occurs once.
-Bucket: TypeAlias = Gradient
-Buckets: TypeAlias = list[Bucket]
-
-_NOT_INLINED = {"_noinline": True}
-
-
-def _add(left: Bucket, right: Bucket) -> Bucket:
-    """Adds two buckets.
-
-    The sum of two sparse gradients has the indices of both, in an order that depends only on these
-    two gradients. Its values equal those of the sum of the dense gradients.
-    """
-    if isinstance(left, tf.IndexedSlices):
-        return merge_rows(join(left, right), compiled=False)
-    return left + right
-
-
-hidden_add = tf.function(_add, autograph=False, experimental_attributes=_NOT_INLINED)
-hidden_identity = tf.function(tf.identity, autograph=False, experimental_attributes=_NOT_INLINED)
-
-
-def add_buckets(left: Buckets, right: Buckets) -> Buckets:
-    """Adds the buckets of two subtrees, in functions that TensorFlow does not inline."""
-    return [hidden_add(*pair) for pair in zip(left, right, strict=True)]
-
-
-class LeafResult(NamedTuple):
-    """The results of one logical replica.
-
-    Attributes:
-        summed: the tensors that are added up over all logical replicas; in a sparse gradient, each
-            index occurs once
-        compared: the values that have to be equal on all logical replicas
-        pieces: the tensors, dense or not, of this logical replica that host hooks are passed
-    """
-
-    summed: list[Gradient]
-    compared: list[tf.Tensor]
-    pieces: list[AnyTensor]
-
-
-class DeviceResult(NamedTuple):
-    """The results of the logical replicas of one device.
-
-    Attributes:
-        roots: for each root, the buckets of its sum; padded with empty buckets if other devices
-            have more roots
-        compared: the values, on the first logical replica of the device, that have to be equal on
-            all logical replicas
-        are_equal: for each of these values, whether it is the same on all logical replicas of the
-            device, a bool scalar
-        pieces: the pieces of each logical replica of the device; padded with pieces without rows if
-            other devices have more logical replicas
-    """
-
-    roots: list[Buckets]
-    compared: list[tf.Tensor]
-    are_equal: list[tf.Tensor]
-    pieces: list[list[AnyTensor]]
-
-
-class LeafSum:
-    """Computes the logical replicas, which are the leaves of the tree, and adds them up.
-
-    Attributes:
-        packing: packs the dense tensors into buckets; set when the first device is traced
-        sparse_rows: for each sparse gradient, its maximum number of rows in one logical replica,
-            and the number of rows of its variable
-    """
-
-    def __init__(self, leaves: int, devices: int) -> None:
-        self.packing: Packing | None = None
-        self.sparse_rows: list[tuple[int, int]] = []
-        self._are_sparse: list[bool] = []
-        self._leaves = leaves
-        self._ranges = split_leaves(leaves, devices)
-        self._most_roots = max(len(list_roots(leaves, leaves_)) for leaves_ in self._ranges)
-
-    @property
-    def ranges(self) -> list[range]:
-        """The indices of the logical replicas of each device of all processes."""
-        return self._ranges
-
-    def get_leaves(self, device: int) -> range:
-        """Returns the indices of the logical replicas of a device."""
-        return self._ranges[device]
-
-    def compute(self, device: int, compute: Callable[[tf.Tensor], LeafResult]) -> DeviceResult:
-        """Computes the logical replicas of one device.
-
-        Args:
-            device: the number of the device
-            compute: computes the logical replica of an index, an int32 scalar
-        """
-
-        @tf.function(
-            autograph=False,
-            input_signature=[tf.TensorSpec([], tf.int32)],
-            experimental_attributes=_NOT_INLINED,
-        )
-        def compute_leaf(index: tf.Tensor) -> LeafResult:
-            result = compute(index)
-            return result._replace(summed=self._pack(result.summed))
-
-        walk = DeviceWalk(compute_leaf.get_concrete_function())
-        roots = [
-            add_up(root, walk.compute_leaf, walk.add)
-            for root in list_roots(self._leaves, self._ranges[device])
-        ]
-        # All replicas of a strategy have to return the same structure.
-        while len(roots) < self._most_roots:
-            roots.append([make_empty(bucket) for bucket in roots[0]])
-        pieces = [[make_vector(piece) for piece in leaf_pieces] for leaf_pieces in walk.pieces]
-        while len(pieces) < max(map(len, self._ranges)):
-            pieces.append([take_rows(piece, 0, 0) for piece in pieces[0]])
-        return DeviceResult(
-            roots,
-            walk.compared[0],
-            [are_all_equal(values) for values in zip(*walk.compared, strict=True)],
-            pieces,
-        )
-
-    def _pack(self, summed: list[Gradient]) -> Buckets:
-        """Packs the dense tensors of a logical replica; each sparse tensor becomes a bucket."""
-        dense = [tensor for tensor in summed if not isinstance(tensor, tf.IndexedSlices)]
-        sparse = [tensor for tensor in summed if isinstance(tensor, tf.IndexedSlices)]
-        if self.packing is None:
-            specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in dense]
-            self.packing = Packing(specs, BUCKET_BYTES)
-            self._are_sparse = [isinstance(tensor, tf.IndexedSlices) for tensor in summed]
-        return [*self.packing.pack(dense), *sparse]
-
-    def finish(
-        self, strategy: tf.distribute.Strategy, run: Run, roots: list[list[PerReplica]]
-    ) -> list[PerReplica]:
-        """Adds up the roots of all devices, and returns the sums on each device.
-
-        In a single process, each bucket is finished on one device, and the devices take turns. In a
-        cluster, each device finishes all buckets. A device receives the roots of its next bucket
-        only when its previous bucket is finished, so it holds the roots of one bucket at a time.
-
-        Args:
-            strategy: the strategy whose devices compute
-            run: calls a function on each device, with that device's values
-            roots: the roots of all devices, see ``DeviceResult``
-        """
-        if has_peers(strategy):
-            return run(self._finish_on_each_device, roots)  # type: ignore[no-any-return]
-        devices = strategy.extended.worker_devices
-        totals: list[tf.Tensor] = []
-        for bucket in range(len(roots[0])):
-            earlier = []
-            if bucket >= len(devices):  # the last bucket that the same device has finished
-                earlier.append(totals[bucket - len(devices)])
-            bucket_roots = [root[bucket] for root in roots]
-            known = self._release_roots(strategy, bucket_roots, earlier)
-            with tf.device(devices[bucket % len(devices)]):
-                totals.append(add_up(Subtree(0, self._leaves), known.get, hidden_add))
-        packed = [distribute(strategy, [total] * len(devices)) for total in totals]
-        return run(self._unpack_on_device, packed)  # type: ignore[no-any-return]
-
-    def _release_roots(
-        self, strategy: tf.distribute.Strategy, roots: list[PerReplica], after: list[tf.Tensor]
-    ) -> dict[Subtree, tf.Tensor]:
-        """Returns the sums of a bucket by subtree; a device sends its sums once they are computed.
-
-        Args:
-            strategy: the strategy whose devices have the sums
-            roots: the sums, see ``DeviceResult``
-            after: tensors that have to be computed before the sums are sent
-        """
-        released = {}
-        for device, device_leaves in enumerate(self._ranges):
-            subtrees = list_roots(self._leaves, device_leaves)
-            for subtree, root in zip(subtrees, roots, strict=False):
-                value = strategy.experimental_local_results(root)[device]
-                if after:
-                    with (
-                        tf.device(strategy.extended.worker_devices[device]),
-                        tf.control_dependencies(after),
-                    ):
-                        value = hidden_identity(value)
-                released[subtree] = value
-        return released
-
-    def _finish_on_each_device(self, roots: list[Buckets]) -> list[Gradient]:
-        """Adds up the roots of all processes on one device, and returns the sums.
-
-        Args:
-            roots: the roots of this device, see ``DeviceResult``
-        """
-        assert self.packing is not None
-        totals: Buckets = []
-        for number, bucket in enumerate(self.packing.buckets):
-            with tf.control_dependencies(totals[-1:]):
-                joined = tf.concat([root[number] for root in roots], 0)
-            missing = self._most_roots * bucket.size - joined.shape[0]
-            padded = tf.pad(joined, [[0, missing]])
-            gathered = tf.reshape(gather(padded), [-1, self._most_roots, bucket.size])
-            totals.append(self._add_up_roots(gathered))
-        sparse_buckets = range(len(self.packing.buckets), len(roots[0]))
-        for number, (leaf_rows, table_rows) in zip(sparse_buckets, self.sparse_rows, strict=True):
-            most = min(table_rows, leaf_rows * max(map(len, self._ranges)))
-            gathered = gather_sparse([root[number] for root in roots], most)
-            totals.append(self._add_up_roots(gathered))
-        return self._unpack_on_device(totals)
-
-    def _add_up_roots(self, gathered: Sequence[Sequence[Bucket]] | tf.Tensor) -> Bucket:
-        """Returns the sum of a bucket.
-
-        Args:
-            gathered: for each device, its roots of the bucket in their order
-        """
-        known = {
-            subtree: gathered[device][index]
-            for device, device_leaves in enumerate(self._ranges)
-            for index, subtree in enumerate(list_roots(self._leaves, device_leaves))
-        }
-        return add_up(Subtree(0, self._leaves), known.get, hidden_add)
-
-    def _unpack_on_device(self, packed: Buckets) -> list[Gradient]:
-        """Unpacks the sums on one device.
-
-        Each device, including the device that computed the sum, first passes the sum through an
-        identity function that is placed on this device and is not inlined. Otherwise,
-        ``tf.clip_by_global_norm``, which places its products next to the gradients, would place the
-        products of all devices on the device that computed the sum. Grappler reorders the products
-        of gradient, clipping factor and learning rate if all of them are on one device (the stage
-        MinimizeBroadcasts of its arithmetic optimizer), but not if they are on two. The devices
-        would round differently, and diverge.
-
-        All other values that one device computes for others are exact: the states of random
-        generators, numbers of steps, and flags.
-        """
-        assert self.packing is not None
-        received = [hidden_identity(bucket) for bucket in packed]
-        dense_buckets = len(self.packing.buckets)
-        dense = iter(self.packing.unpack(received[:dense_buckets]))
-        sparse = iter(received[dense_buckets:])
-        return [next(sparse if is_sparse else dense) for is_sparse in self._are_sparse]
-
-
-class DeviceWalk:
-    """Computes the logical replicas of a device in order, and adds them up as soon as possible.
-
-    Each call waits for the one before it, so the device holds the activations of one logical
-    replica at a time, and one sum for each level of the tree.
-
-    Attributes:
-        compared: for each logical replica so far, its values that have to be equal on all of them
-        pieces: for each logical replica so far, its pieces
-    """
-
-    def __init__(self, function: tf.types.experimental.ConcreteFunction) -> None:
-        """Takes a function that returns the fields of a ``LeafResult``, the first one packed."""
-        self.compared: list[list[tf.Tensor]] = []
-        self.pieces: list[list[AnyTensor]] = []
-        self._function = function
-        self._last: list[tf.Tensor] = []
-
-    def compute_leaf(self, subtree: Subtree) -> Buckets | None:
-        """Computes a logical replica and returns its buckets; returns None for a larger subtree."""
-        if subtree.size > 1:
-            return None
-        # If the index were a constant, TensorFlow could simplify each call differently.
-        index = tf.compat.v1.placeholder_with_default(subtree.start, [])
-        with tf.control_dependencies(self._last):
-            result: LeafResult = self._function(index)
-        self.compared.append(result.compared)
-        self.pieces.append(result.pieces)
-        self._last = result.summed
-        return result.summed
-
-    def add(self, left: Buckets, right: Buckets) -> Buckets:
-        """Adds the sums of two subtrees."""
-        self._last = add_buckets(left, right)
-        return self._last
 
 
 class GeneratorStates:
@@ -452,7 +156,7 @@ class LogicalReplicas:
         metrics_before = [variable.read_value() for variable in self._metric_variables]
         shape = self._components.shape
         leaves = shape.shares
-        device_leaves = self._sum.get_leaves(device)
+        device_leaves = self._sum.ranges[device]
         first_leaf = device_leaves.start
         first_row, _ = find_rows(device_leaves, examples, leaves)
 
@@ -594,20 +298,6 @@ def take_leaf(
     return Share(taken, rows, rows > 0, together)
 
 
-def make_vector(piece: AnyTensor) -> AnyTensor:
-    """Returns a scalar as a vector of one element, and any other tensor as it is."""
-    if piece.shape.rank == 0:
-        return tf.reshape(piece, [1])
-    return piece
-
-
-def make_empty(bucket: Bucket) -> Bucket:
-    """Returns a bucket without elements, or without rows if it is sparse."""
-    if isinstance(bucket, tf.IndexedSlices):
-        return tf.IndexedSlices(bucket.values[:0], bucket.indices[:0], bucket.dense_shape)
-    return tf.zeros([0], bucket.dtype)
-
-
 def list_sparse_rows(
     gradients: GradientsByObjective, variables: VariablesByObjective
 ) -> list[tuple[int, int]]:
@@ -648,22 +338,6 @@ def fix_shape(gradient: Gradient, variable: Variable) -> Gradient:
     if gradient.shape.is_fully_defined():
         return gradient
     return tf.ensure_shape(gradient, variable.shape)
-
-
-def are_all_equal(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns a bool scalar: whether tensors have the same bits. All NaN count as equal."""
-    first, *others = map(read_bits, values)
-    return tf.reduce_all([tf.constant(True), *(tf.reduce_all(first == bits) for bits in others)])
-
-
-def read_bits(value: tf.Tensor) -> tf.Tensor:
-    """Returns the bits of a tensor as integers to be compared; all NaN give the same integer."""
-    encoded = encode_for_sum(value)
-    if not encoded.dtype.is_floating:
-        return encoded
-    nan = tf.constant(float("nan"), encoded.dtype)
-    encoded = tf.where(tf.math.is_nan(encoded), nan, encoded)
-    return tf.bitcast(encoded, tf.int64 if encoded.dtype == tf.float64 else tf.int32)
 
 
 def list_compared(components: Components) -> list[str]:

@@ -7,7 +7,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctl_core.model.logical_replicas import add_buckets
+from ctl_core.model.leaf_sum import add_buckets
 from ctl_core.numerics import summation_tree
 from ctl_core.numerics.packing import Packing
 from ctl_core.numerics.randomness import derive_generator_states
