@@ -16,7 +16,6 @@ run is fetched before its settings are known.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -40,6 +39,7 @@ from ctl_core.run.errors import SetupError, format_error
 from ctl_core.run.files import (
     atomic_write,
     flush_to_disk,
+    format_checkpoint_list,
     is_run_locked,
     lock_run,
     relative_path,
@@ -295,13 +295,9 @@ def _write_list(folder: Path) -> None:
     """
     files = group_by_step(list_names(folder), ())
     names = [name for step in sorted(files) for name in files[step] if name.endswith(".index")]
-    prefixes = [json.dumps(name.removesuffix(".index")) for name in names]
-    times = [(folder / name).stat().st_mtime for name in names]
-    lines = [f"model_checkpoint_path: {prefixes[-1]}"]
-    lines += [f"all_model_checkpoint_paths: {prefix}" for prefix in prefixes]
-    lines += [f"all_model_checkpoint_timestamps: {seconds}" for seconds in times]
+    times = {name.removesuffix(".index"): (folder / name).stat().st_mtime for name in names}
     with atomic_write(folder / "checkpoint") as temporary:
-        temporary.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        temporary.write_text(format_checkpoint_list([*times][-1], times), encoding="utf-8")
 
 
 def fetch_run(config: Config) -> None:

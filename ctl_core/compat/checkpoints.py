@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.python.trackable.base import Trackable
 
 from ctl_core.compat.patches import Scope, set_attributes
+from ctl_core.run.files import format_checkpoint_list
 from ctl_core.types import GraphFunction
 
 
@@ -96,24 +96,18 @@ def hold_objects(
 def write_list(manager: tf.train.CheckpointManager) -> None:
     """Writes the file ``checkpoint`` of a manager, which lists its checkpoints.
 
-    The content is the same as with TensorFlow's method. A manager writes the file twice each time
-    it saves, and with 50 checkpoints TensorFlow's method takes ten times as long. It is used only
-    for names with characters that have to be escaped.
+    The content is the same as TensorFlow's. A manager writes the file twice each time it saves, and
+    with 50 checkpoints TensorFlow's way takes ten times as long.
     """
-    directory = manager.directory
-    paths = [path.removeprefix(f"{directory}{os.sep}") for path in manager.checkpoints]
-    newest = manager.latest_checkpoint.removeprefix(f"{directory}{os.sep}")
-    if not all(re.fullmatch(r"[\w.-]+", path, re.ASCII) for path in (*paths, newest)):
-        tf.train.CheckpointManager._record_state(manager)
-        return
-    lines = [f'model_checkpoint_path: "{newest}"']
-    lines += [f'all_model_checkpoint_paths: "{path}"' for path in paths]
-    times = manager._maybe_delete.values()
-    lines += [f"all_model_checkpoint_timestamps: {time!r}" for time in times]
-    lines += [f"last_preserved_timestamp: {manager._last_preserved_timestamp!r}"]
-    target = Path(directory, "checkpoint")
+    folder = f"{manager.directory}{os.sep}"
+    text = format_checkpoint_list(
+        manager.latest_checkpoint.removeprefix(folder),
+        {path.removeprefix(folder): time for path, time in manager._maybe_delete.items()},
+        manager._last_preserved_timestamp,
+    )
+    target = Path(folder, "checkpoint")
     temporary = target.with_name(f"checkpoint.tmp{os.getpid()}")
-    temporary.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(target)
 
 

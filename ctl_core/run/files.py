@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,6 +61,32 @@ def atomic_write(path: Path) -> Iterator[Path]:
         flush_to_disk(path.parent)
     finally:
         remove(temporary)
+
+
+def format_checkpoint_list(
+    newest: str, times: Mapping[str, float], last_preserved: float | None = None
+) -> str:
+    """Returns the text of the file ``checkpoint``, as TensorFlow writes it.
+
+    Args:
+        newest: the newest checkpoint, as the prefix of its files
+        times: for each checkpoint that a manager may delete, the time when it was written (seconds
+            since 1970), oldest first
+        last_preserved: the time of the last checkpoint that is never deleted; None: not written
+    """
+    lines = [f"model_checkpoint_path: {_quote(newest)}"]
+    lines += [f"all_model_checkpoint_paths: {_quote(path)}" for path in times]
+    lines += [f"all_model_checkpoint_timestamps: {time!r}" for time in times.values()]
+    if last_preserved is not None:
+        lines.append(f"last_preserved_timestamp: {last_preserved!r}")
+    return "\n".join([*lines, ""])
+
+
+def _quote(text: str) -> str:
+    """Returns a text in quotes, in the text format of protocol buffers."""
+    for character, escaped in (("\\", r"\\"), ('"', r"\""), ("'", r"\'"), ("\n", r"\n")):
+        text = text.replace(character, escaped)
+    return f'"{text}"'
 
 
 def flush_to_disk(*paths: Path) -> None:
