@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console as Terminal
 from rich.progress import Progress
 
-from ctl_core.run.progress import MOST_VALUES, LineColumn, Pace, ProgressLine, format_seconds
+from ctl_core.run.progress import MOST_VALUES, LineColumn, ProgressLine, SpeedMeter, format_seconds
 
 # A number of Python, NumPy or TensorFlow, as hooks pass it.
 Scalar: TypeAlias = Any
@@ -59,7 +59,7 @@ class Console:
         self._terminal = terminal or Terminal()
         self._shown = shown
         self._progress: Progress | None = None
-        self._pace: Pace | None = None
+        self._meter: SpeedMeter | None = None
         self._log_seconds = LOG_SECONDS
         self._steps_per_epoch: int | None = None
         self._start = 0
@@ -107,7 +107,7 @@ class Console:
         """
         self._start = self._step = step
         self._total = total
-        self._pace = Pace(step, total, clock)
+        self._meter = SpeedMeter(step, total, clock)
         self._steps_per_epoch = steps_per_epoch
         self._log_seconds = log_seconds
         self._printed_at = time.monotonic()
@@ -130,30 +130,26 @@ class Console:
             is_warm: whether the speed includes this call; it excludes the first call of a graph
         """
         self._step = step
-        if self._pace is None:
+        if self._meter is None:
             return
-        self._pace.advance(step, is_warm)
+        self._meter.advance(step, is_warm)
         if time.monotonic() - self._printed_at >= self._log_seconds:
             self._put_line()
 
     def note_saved(self, step: int) -> None:
         """Adds a line for a checkpoint, unless the last line is recent or of the same step."""
-        self._step = step
-        is_new = step != self._printed_step
-        if is_new and time.monotonic() - self._printed_at >= STEP_SECONDS:
-            self._put_line("saved")
+        self._put_new_line(step, "saved")
 
     def stop(self) -> None:
         """Ends the progress line; without a terminal, prints the last one."""
-        if self._pace is not None and self._step > self._start:
-            if self._progress is None and self._printed_step != self._step:
-                self._put_line()
-            elif self._progress is not None:
-                LOG.info(str(self._make_line()))
+        has_trained = self._meter is not None and self._step > self._start
+        # A terminal shows the line anyway, so it is only added to the log.
+        if has_trained and (self._progress is not None or self._printed_step != self._step):
+            self._put_line()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        self._pace = None
+        self._meter = None
 
     @contextlib.contextmanager
     def defer(self, is_deferred: bool = True) -> Iterator[None]:
@@ -167,12 +163,9 @@ class Console:
     def step(self, step: int) -> None:
         """Prints a line with the step, at most once a second, unless the live line shows it."""
         step = operator.index(step)
-        if self._progress is not None or (self._is_deferred and self._pace is not None):
+        if self._progress is not None or (self._is_deferred and self._meter is not None):
             return
-        self._step = step
-        is_new = step != self._printed_step
-        if is_new and time.monotonic() - self._printed_at >= STEP_SECONDS:
-            self._put_line()
+        self._put_new_line(step)
 
     def values(
         self,
@@ -196,26 +189,23 @@ class Console:
             shown: whether the console shows the values
         """
         step = operator.index(step)
-        numbers: dict[str, float] = {}
-        for name, value in values.items():
-            if isinstance(value, dict):
-                for key, scalar in value.items():
-                    numbers[f"{name}/{key}".rstrip("/")] = _make_float(scalar)
-            else:
-                numbers[name.rstrip("/")] = _make_float(value)
+        numbers = _flatten(values)
         if self.listeners is not None:
-            rates = self.read_rates() if split == "train" else {}
-            self.listeners.tell("values", step, split, {**numbers, **rates, **numbers})
+            told = dict(numbers)
+            if split == "train":
+                for name, rate in self.read_rates().items():
+                    told.setdefault(name, rate)
+            self.listeners.tell("values", step, split, told)
         if not shown:
             return
         shown_values = {f"{prefix}{name}": number for name, number in numbers.items()}
         self._step = step
-        if split == "train" and self._pace is not None:
+        if split == "train" and self._meter is not None:
             for key, number in shown_values.items():
                 self._values.pop(key, None)  # the latest value becomes the last one
                 self._values[key] = number
             return
-        total = f"/{self._total}" if self._pace is not None else ""
+        total = f"/{self._total}" if self._meter is not None else ""
         name = "" if split == "train" else f"{split}: "
         line = f"step {step}{total}  {name}{format_values(shown_values)}"
         if remark:
@@ -226,7 +216,7 @@ class Console:
     def _make_line(self) -> ProgressLine:
         """Returns the progress line as it is now."""
         line = ProgressLine(f"step {self._step}", values=format_values(self._choose_values()))
-        if self._pace is None:
+        if self._meter is None:
             return line
         line.step += f"/{self._total}"
         line.share = self._step / max(self._total, 1)
@@ -236,12 +226,12 @@ class Console:
         shortest = 0.0
         if self._progress is not None:
             shortest = SPEED_SECONDS
-        speed = self._pace.measure_speed(shortest)
+        speed = self._meter.measure_speed(shortest)
         if speed:
             digits = 0 if speed >= 100 else 1
             line.speed = f"{speed:.{digits}f} steps/s"
-        line.elapsed = format_seconds(self._pace.measure_elapsed())
-        remaining = self._pace.estimate_remaining()
+        line.elapsed = format_seconds(self._meter.measure_elapsed())
+        remaining = self._meter.estimate_remaining()
         if remaining is not None:
             line.remaining = f"{format_seconds(remaining)} left"
         return line
@@ -252,6 +242,13 @@ class Console:
         others = [name for name in self._values if name != "loss"]
         names += others[len(names) - MOST_VALUES :]
         return {name: self._values[name] for name in names}
+
+    def _put_new_line(self, step: int, remark: str = "") -> None:
+        """Prints the progress line, unless the last line is recent or of the same step."""
+        self._step = step
+        is_recent = time.monotonic() - self._printed_at < STEP_SECONDS
+        if step != self._printed_step and not is_recent:
+            self._put_line(remark)
 
     def _put_line(self, remark: str = "") -> None:
         """Prints the progress line; if a terminal shows it already, only writes it to the log."""
@@ -274,6 +271,18 @@ class Console:
         elif self._shown:
             # In a single call, because another thread may print at the same time.
             print(f"{text}\n", end="", file=self._terminal.file, flush=True)
+
+
+def _flatten(values: Mapping[str, Scalar | dict[str, Scalar]]) -> dict[str, float]:
+    """Returns the values as floats; the values of a dict are named ``name/key``."""
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            for key, scalar in value.items():
+                numbers[f"{name}/{key}".rstrip("/")] = _make_float(scalar)
+        else:
+            numbers[name.rstrip("/")] = _make_float(value)
+    return numbers
 
 
 def _make_float(scalar: Scalar) -> float:

@@ -44,8 +44,7 @@ class ProgressLine:
 
     def __str__(self) -> str:
         """Returns the full line without a bar, for a file or a pipe."""
-        parts = [self.step, self.epoch, self.values, self.speed, self.elapsed, self.remaining]
-        return _SPACE.join(filter(None, parts))
+        return _SPACE.join(self._list_parts().values())
 
     def fit(self, width: int) -> str:
         """Returns the line for a terminal of ``width`` columns, with a bar if there is room.
@@ -54,15 +53,7 @@ class ProgressLine:
         enough, the elapsed time, the speed, the epoch and the remaining time are left out, in this
         order, and finally the values are truncated.
         """
-        parts = {
-            "step": self.step,
-            "epoch": self.epoch,
-            "values": self.values,
-            "speed": self.speed,
-            "elapsed": self.elapsed,
-            "remaining": self.remaining,
-        }
-        parts = {name: text for name, text in parts.items() if text}
+        parts = self._list_parts()
         for name in ("elapsed", "speed", "epoch", "remaining"):
             if len(_SPACE.join(parts.values())) <= width:
                 break
@@ -75,6 +66,18 @@ class ProgressLine:
             return line
         beginning = _SPACE.join(parts.pop(name) for name in ("step", "epoch") if name in parts)
         return _SPACE.join([beginning, draw_bar(self.share, room), *parts.values()])
+
+    def _list_parts(self) -> dict[str, str]:
+        """Returns the texts that are known, by name, in their order on the line."""
+        texts = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "values": self.values,
+            "speed": self.speed,
+            "elapsed": self.elapsed,
+            "remaining": self.remaining,
+        }
+        return {name: text for name, text in texts.items() if text}
 
 
 def draw_bar(share: float, width: int) -> str:
@@ -106,7 +109,7 @@ class LineColumn(ProgressColumn):
         return Text(line, no_wrap=True, overflow="crop")
 
 
-class Pace:
+class SpeedMeter:
     """Measures the speed of training, and estimates the remaining time."""
 
     def __init__(self, start: int, total: int, training_clock: Callable[[], float]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import keras
 
-from ctl_core.checkpoint.retention import find_best_step
+from ctl_core.checkpoint.record import find_best_step
 from ctl_core.cluster.strategy import read_peak_memory
 from ctl_core.model.averages import has_own_statistics
 from ctl_core.model.state import State
