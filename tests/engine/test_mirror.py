@@ -28,6 +28,7 @@ from ctl_core.run.settings import Config
 from tests.golden import engine, small
 from tests.golden.compare import read_checkpoint
 from tests.helpers.cases import make_hooks
+from tests.helpers.pausing import PAUSING
 from tests.helpers.project import EVALUATED, Cli, refused
 from tests.helpers.run_folders import write_checkpoint
 
@@ -551,28 +552,6 @@ def test_mirror_out_of_space_keeps_what_it_has(cli: Cli, tmp_path: Path, small_d
     assert list_saved_steps(small_disk / "a/ckpt") == [10, 5]
 
 
-KILLED = (
-    small.CALLBACKS
-    + """
-import time
-
-import ctl_core
-
-
-def create_model():
-    return small.model_with(keras.layers.Dropout(0.5))
-
-
-def look(step, loss, hparams):
-    ctl_core.report(step, loss=loss)
-    time.sleep(hparams.get("pause", 0.0))
-
-
-every_steps = {1: look}
-"""
-)
-
-
 def start(folder: Path, *flags: str, **how: Any) -> subprocess.Popen[bytes]:
     """Starts training with a mirror in a process of its own."""
     command = engine.command_line(*FLAGS, "--mirror=m", "--deterministic", *flags)
@@ -591,7 +570,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) 
 @pytest.mark.slow
 def test_machine_is_lost_again_and_again(tmp_path: Path) -> None:
     """While it copies and while it fetches; the weights are those of the uninterrupted run."""
-    (tmp_path / "callbacks.py").write_text(KILLED)
+    (tmp_path / "callbacks.py").write_text(PAUSING)
     runs, there = tmp_path / "runs", tmp_path / "m" / "a" / "ckpt"
     flags = ["--steps=40", "--hparams.pause=0.05"]
     assert start(tmp_path, "--mirror=null", "--steps=40").wait(600) == 0
@@ -620,7 +599,7 @@ def test_machine_is_lost_again_and_again(tmp_path: Path) -> None:
 @pytest.mark.cluster
 def test_cluster_that_loses_its_machines(tmp_path: Path) -> None:
     """The chief fetches, and the other process waits; by TF_CONFIG and by ``--workers``."""
-    (tmp_path / "callbacks.py").write_text(KILLED)
+    (tmp_path / "callbacks.py").write_text(PAUSING)
     runs = tmp_path / "runs"
     words = [*FLAGS, "--deterministic"]
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import ctl_core
 from tests.golden import engine, small
-from tests.golden.logical_features import FEATURES, make_feature
+from tests.golden.logical_features import FEATURES, create_row_counter, make_feature
 
 LOGICAL_REPLICAS = 6
 layers = keras.layers
@@ -31,13 +31,7 @@ class NoiseAndCount(keras.Layer):
     def build(self, shape: Any) -> None:
         self.generator = tf.random.Generator.from_seed(5)
         self.calls = tf.Variable(0, trainable=False)
-        self.rows = tf.Variable(
-            0,
-            trainable=False,
-            dtype=tf.int64,
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.SUM,
-        )
+        self.rows = create_row_counter()
 
     def call(self, values: tf.Tensor, training: bool = False) -> tf.Tensor:
         if not training:

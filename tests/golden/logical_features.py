@@ -13,6 +13,17 @@ from tests.golden import small
 layers = keras.layers
 
 
+def create_row_counter() -> tf.Variable:
+    """Returns a variable that each replica counts for itself, and whose value is the sum."""
+    return tf.Variable(
+        0,
+        trainable=False,
+        dtype=tf.int64,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+    )
+
+
 def make_small_hooks(**replaced: Any) -> SimpleNamespace:
     """Returns the hooks of a small program with noise and batch statistics."""
     return small.hooks(

@@ -13,7 +13,13 @@ import tensorflow as tf
 import ctl_core
 from tests.golden import compare, engine, small
 from tests.golden.catalogue import NAMES, SETTINGS, load_program
-from tests.golden.logical_features import FEATURES, clip, make_feature, make_small_hooks
+from tests.golden.logical_features import (
+    FEATURES,
+    clip,
+    create_row_counter,
+    make_feature,
+    make_small_hooks,
+)
 
 LOGICAL_REPLICAS = 6
 layers = keras.layers
@@ -171,13 +177,7 @@ class Counter(keras.Layer):
         self.calls = tf.Variable(0, trainable=False)
         self.was_called = tf.Variable(False, trainable=False)
         self.unknown = tf.Variable(0.0, trainable=False)
-        self.rows = tf.Variable(
-            0,
-            trainable=False,
-            dtype=tf.int64,
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.SUM,
-        )
+        self.rows = create_row_counter()
 
     def call(self, values: tf.Tensor, training: bool = False) -> tf.Tensor:
         if training:

@@ -20,29 +20,10 @@ from moto.server import ThreadedMotoServer
 
 from ctl_core.checkpoint.mirror import STAGING
 from ctl_core.checkpoint.record import list_saved_steps
-from tests.golden import engine, small
+from tests.golden import engine
 from tests.golden.compare import read_checkpoint
+from tests.helpers.pausing import PAUSING
 
-HOOKS = (
-    small.CALLBACKS
-    + """
-import time
-
-import ctl_core
-
-
-def create_model():
-    return small.model_with(keras.layers.Dropout(0.5))
-
-
-def look(step, loss, hparams):
-    ctl_core.report(step, loss=loss)
-    time.sleep(hparams.get("pause", 0.0))
-
-
-every_steps = {1: look}
-"""
-)
 STEPS = 40
 FLAGS = ["train", "--run-name=a", "--batch-size=16", "--ckpt-every=5", f"--steps={STEPS}"]
 FLAGS += ["--deterministic", "--eval-every=0"]
@@ -109,7 +90,7 @@ def endpoint() -> Iterator[str]:
 @pytest.fixture
 def bucket(endpoint: str, tmp_path: Path) -> Iterator[Bucket]:
     """An empty bucket, and a project."""
-    (tmp_path / "callbacks.py").write_text(HOOKS)
+    (tmp_path / "callbacks.py").write_text(PAUSING)
     yield Bucket(endpoint, tmp_path)
     urllib.request.urlopen(f"{endpoint}/moto-api/reset", data=b"").close()
 
