@@ -378,8 +378,8 @@ class Checkpoints:
         self._settle_averages(record, with_input)
         if not set_flags(list_freezable(self._state.recording), record.frozen):
             self._console.warn(
-                "the model has other layers than the checkpoint, so none is frozen because of it: "
-                "each is as create_model returned it."
+                "the layers of the model differ from those of the checkpoint, so the checkpoint "
+                "does not say which are frozen; they stay as create_model returned them."
             )
         self.saved_step = -1
         if folder == self._folder:

@@ -47,7 +47,7 @@ def compare_processes(
         return
     cluster.compare(
         {"intra_op_threads": repr(config.intra_op_threads)},
-        "the processes add up with other numbers of threads, so their bits would differ",
+        "the processes compute with different numbers of threads, so their bits would differ",
         "on machines with other numbers of cores, give each process --intra-op-threads N.",
     )
     settings = flatten(dataclasses.asdict(config))

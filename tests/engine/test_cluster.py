@@ -98,7 +98,7 @@ def test_another_number_of_threads_than_the_chiefs_is_refused(tmp_path: Path) ->
     """In a cluster of its own, because TensorFlow starts with these numbers."""
     engine.run_cluster(tmp_path, "tests.helpers.cluster_program", str(tmp_path), "threads_differ")
     for message in (str(values["message"]) for values in kept(tmp_path, "threads")):
-        assert message.startswith("the processes add up with other numbers of threads")
+        assert message.startswith("the processes compute with different numbers of threads")
         assert "has intra_op_threads 2 instead of 1; " in message
         assert "give each process --intra-op-threads N." in message
 
