@@ -74,7 +74,7 @@ def test_two_nodes_train_what_one_process_does(project: Path, slurm: Slurm) -> N
     slurm.wait(job)
     log = (project / "runs" / "two" / "slurm.log").read_text()
     assert "cluster: process 0 at node9:" in log and "cluster: process 1 at node10:" in log
-    assert log.count("step 60/60  loss") == 1  # of one process, once
+    assert log.count("step 60/60  eval: loss") == 1  # of one process, once
     assert f"job {job} is done" in printed(project, job)
     train_here(project, "--run-name", "one", "--steps", "60")
     assert_rounded_alike(project / "runs" / "two", project / "runs" / "one", 60)
