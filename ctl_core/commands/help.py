@@ -1,4 +1,4 @@
-"""Formats the text of ``--help``: settings in groups, and examples."""
+"""Formats the text of ``--help``, with settings in groups and with examples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "log_seconds", "listener", "on_nan", "detect_anomaly", "stall_seconds", "profile", "debug",
     ),
 }  # fmt: skip
-# For each command, examples of arguments with descriptions.
+# Examples for each command: arguments with a description.
 EXAMPLES = {
     "train": {
         "--check": "try every hook once",
@@ -44,7 +44,7 @@ _WIDTH = 78
 
 
 class GroupedFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows flags that belong to no group, then the flags of each group of ``GROUPS``."""
+    """Shows first the flags that belong to no group, then the flags of each group of ``GROUPS``."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -78,7 +78,7 @@ def describe_command(text: str, prefix: str) -> str:
 
 
 def list_examples(command: str) -> str:
-    """Returns the examples that the help of a command ends with; "" if there are none."""
+    """Returns the examples at the end of the help of a command; "" if there are none."""
     examples = EXAMPLES.get(command, {})
     if not examples:
         return ""
