@@ -76,7 +76,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'ctl_core' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"ctl_core.{_HOME[name]}"), name)
-    return globals().setdefault(name, value)  # hooks use such names in every step
+    # The value is cached in the module, because hooks access public names in every step.
+    return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

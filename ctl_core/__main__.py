@@ -4,7 +4,7 @@ Exit codes:
 
 - 0: The command succeeded.
 - 1: The command failed while running, or training ended with a loss that is not finite.
-- 2: The usage, a setting or a hook is wrong.
+- 2: The command line, a setting or a hook is wrong.
 - 75: Another process of the cluster was lost.
 - 130: Training saved a checkpoint and stopped after SIGINT, or stopped without saving after a
   second SIGINT.
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         command = parse_command(argv)
         debug = command.config.debug
         return _run(command, argv, is_supervised)
-    except SystemExit as end:  # --help, or a signal
+    except SystemExit as end:  # raised by --help, or after a signal
         return int(end.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         if debug:
@@ -130,7 +130,8 @@ def _would_hang_at_exit(code: int, owns_process: bool) -> bool:
     if owns_process and code == INTERRUPTED:
         return True
     # TensorFlow's shutdown waits for the other processes of a cluster, while these wait for this
-    # process in a collective. A process that has not imported this module cannot be in a cluster.
+    # process in a collective. The module is looked up in sys.modules rather than imported, because
+    # importing it would import TensorFlow.
     strategy = sys.modules.get("ctl_core.cluster.strategy")
     return strategy is not None and bool(strategy.has_joined())
 
@@ -196,7 +197,7 @@ def _start_in_background(config: Config, argv: list[str]) -> int:
 
 
 def _print_notes(command: Command, task: Task, hooks_file: HooksFile) -> None:
-    """Prints ignored settings, the place in the cluster, and whether callbacks.py has changed."""
+    """Prints notes about ignored settings, the cluster, and changes to callbacks.py."""
     for note in command.notes:
         print(note, flush=True)
     if task.processes > 1:
@@ -234,7 +235,8 @@ def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
         _prepare_devices(dataclasses.replace(config, virtual_devices=1), is_check=False)
     quiet_libraries(not config.debug)
     callbacks = load_callbacks(hooks_file)
-    if Path.cwd() != folder:  # importing callbacks.py changed the folder; the run does not move
+    # If callbacks.py has changed the working directory, the folder of the run must stay the same.
+    if Path.cwd() != folder:
         config = dataclasses.replace(
             config,
             runs_dir=str(folder / config.runs_dir),

@@ -117,7 +117,7 @@ def create_state(
         console.warn(warning)
     try:
         return _Builder(hooks, config, run, strategy, cluster, console).build()
-    except tf.errors.OpError as error:  # reading data has failed, since no other op has run
+    except tf.errors.OpError as error:  # no ops have run except those that read data
         if is_peer_lost(cluster.task, error):
             raise
         raise SetupError(
@@ -153,7 +153,7 @@ class _Builder:
         # replicas, and ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
-        # Hooks may get the step from TensorFlow. Traced steps set their own number.
+        # Hooks may read this step through TensorFlow. Traced steps set their own number instead.
         tf.summary.experimental.set_step(step)
         with self.strategy.scope():
             with recording.record_as("engine"):
@@ -170,8 +170,8 @@ class _Builder:
             )
             traced = self._trace_forward(forward)
         # The weights are loaded before optimizers, averages and eval_model are created, because
-        # these may copy them. This happens outside of the scope, because loading also copies the
-        # random generators, and the scope would replicate these copies.
+        # these may copy the weights. Loading happens outside of the strategy's scope, because it
+        # also copies the random generators, and the scope would replicate these copies.
         loaded = self._load_initial_weights(forward.train_model)
         with self.strategy.scope():
             optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables)
@@ -216,7 +216,8 @@ class _Builder:
             ckpt, manager = self._create_ckpt(components, rate)
         if loaded is not None:
             self._finish_initial_weights(forward.train_model, loaded)
-        _ = ckpt.save_counter  # created on first access, which must not happen on a replica
+        # TensorFlow creates save_counter on first access, which must not happen on a replica.
+        _ = ckpt.save_counter
         recording.fix()
         if config.logical_replicas is not None:
             generators = [*recording.generators, *recording.tf_generators]
@@ -287,7 +288,7 @@ class _Builder:
         is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
         if is_scheduled and lr is rate and rate.is_used:
             return RateSchedule(config, rate).apply
-        if "config" in named:  # a hook may use these settings itself
+        if "config" in named:  # a hook may apply lr_schedule and warmup itself
             return None
         if is_scheduled:
             reason = "does not use lr"
@@ -337,7 +338,7 @@ class _Builder:
 
     @contextlib.contextmanager
     def _scratch(self, hook: str, spec: BatchSpec) -> Iterator[tuple[tf.Graph, Batch]]:
-        """Yields a graph in which hooks are called without running anything, and a batch for them.
+        """Yields a graph for tracing hooks without running any op, and a placeholder batch.
 
         Variables that are created in this graph exist outside of it as well. Variables that the
         graph reads but that were created elsewhere, such as at import, are recorded. The graph does
@@ -406,13 +407,13 @@ class _Builder:
         """
         if self.config.init_from is None or self.run.source is not None:
             return None
-        # The random generators are restored, because the seed of this run determines their states.
+        # Random generators keep their states, because the seed of this run determines them.
         generators = ReplicaCopies(self.strategy, self.recording.generators)
         with generators.put_back_after():
             return load_initial_weights(train_model, self.hooks.create_model, self.config)
 
     def _finish_initial_weights(self, train_model: Model, loaded: InitialWeights) -> None:
-        """Loads the variables that were created in the meantime, and prints which were loaded.
+        """Loads weights into variables that were created later, and prints which were loaded.
 
         For example, a layer that only evaluations call creates its variables late. Patterns of
         ``init_skip`` are checked here, because only now are all variables known.
@@ -426,7 +427,7 @@ class _Builder:
     def _collect_variables(
         self, objectives: list[tuple[str, ReplicaObjective]], weights: list[Variable]
     ) -> VariablesByObjective:
-        """Returns the variables of each objective; a single objective also has all weights."""
+        """Returns the variables of each objective; a single objective includes all weights."""
         by_identity: dict[str, dict[int, Variable]] = {}
         for name, objective in objectives:
             variables = list(objective.variables)
@@ -464,7 +465,7 @@ class _Builder:
         recording = self.recording
         metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
         generators = recording.generators
-        if self.config.logical_replicas is not None:  # their states are set per logical replica
+        if self.config.logical_replicas is not None:  # each logical replica has its own states
             generators += recording.tf_generators
         ignored = {id(unwrap(v)) for v in (*generators, *metrics)}
         max_stretch = {
@@ -636,6 +637,6 @@ def _explain_untrainable(variable: Variable, strategy: tf.distribute.Strategy) -
         )
     if tf.as_dtype(variable.dtype) == tf.float16:
         return "is in float16, in which most updates are lost; use mixed_float16"
-    if getattr(variable, "overwrite_with_gradient", False):  # set by quantize("float8")
+    if getattr(variable, "overwrite_with_gradient", False):  # quantize("float8") sets this
         return "is overwritten with its gradient, which replicas cannot sum"
     return None

@@ -95,7 +95,7 @@ def find_setting_against(state: State) -> str | None:
 
 
 def _find_reason_against_new(state: State) -> str | None:
-    """Returns the reason not to compile a new run, apart from its graph; None if there is none.
+    """Returns why a new run is not compiled, before tracing any graph; None if there is no reason.
 
     Runs on several replicas are not compiled, because XLA may leak threads on them (TensorFlow
     issue 56423). No long run has yet shown that it does not.
@@ -137,7 +137,7 @@ def find_obstacle(state: State, functions: StepFunctions) -> str | None:
 def explain_for_gpu(state: State) -> str:
     """Returns a line for ``--check`` that says whether the run would be compiled on a GPU.
 
-    The answer may be incomplete, because it is found out on a CPU. The run itself is not changed.
+    The answer may be incomplete, because the check runs on a CPU. The run itself is not changed.
     """
     if state.config.jit_compile is False:
         return "not compiled on a GPU: jit_compile is false"

@@ -134,7 +134,7 @@ def split_of(keys: Keys, fractions: Mapping[str, float]) -> tf.Tensor:
             other examples are in ``train``
 
     Raises:
-        ValueError: ``fractions`` has another key than ``validation`` and ``test``.
+        ValueError: ``fractions`` has a key other than ``validation`` and ``test``.
     """
     validation = fractions.get("validation", 0.0)
     test = fractions.get("test", 0.0)

@@ -20,7 +20,7 @@ from ctl_core.types import GraphFunction, Structure
 
 # The op type of a graph's inputs.
 _INPUT = "Placeholder"
-# The beginning of the error messages of lowering, and the name of the failed op in them.
+# The beginning of XLA's error messages about lowering, and the pattern of an op's name in them.
 _LOWERING_FAILED = "ValueError: Failed getting HLO text: '"
 _NODE = re.compile(r"\{\{node ([^{}]+)\}\}")
 # The types of ops that XLA cannot compile if ops have to be deterministic, even on a CPU.

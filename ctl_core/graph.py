@@ -41,7 +41,7 @@ from ctl_core.types import Batch, BatchSpec, Count, PerReplica, Structure
 # A function that TensorFlow has traced, or traces when it is called. TensorFlow does not declare
 # the types of its attributes.
 GraphFunction: TypeAlias = Any
-# Values of a step by the name of the hook argument that they are passed as.
+# Values of a step. The keys are the names of the hook arguments that receive the values.
 StepValues: TypeAlias = dict[str, Structure]
 _LOSS = frozenset({"loss"})
 
@@ -86,12 +86,12 @@ def find_varying_shape(shape: BatchShape, element_spec: BatchSpec) -> str | None
 
 
 def begin_reading(data: Input, compilation: Compilation) -> None:
-    """Starts reading the training data, many batches at once if the compiled steps need that."""
+    """Starts reading the training data: many batches at once for compiled steps, if possible."""
     data.begin(_count_batches_at_once(data, compilation))
 
 
 def _count_batches_at_once(data: Input, compilation: Compilation) -> int:
-    """Returns the number of batches to read at once for an executable; 0 for one by one."""
+    """Returns the number of batches to read at once; 0 if they are read one by one."""
     if compilation is Compilation.STEP:
         return count_batches(data.dataset)
     return 0
@@ -159,8 +159,8 @@ class StepFunctions:
         if compilation is Compilation.STEP:
             summaries = GraphWriter(refuse_to_compile)
         self._tracer = StepTracer(context, state.data, summaries)
-        # The values of its last step that a loop can return. If others are needed, the last step is
-        # a separate graph call.
+        # The values that a loop of steps can return. If other values are needed, the last step is a
+        # separate graph call.
         self._loop_fetches = _LOSS if self._tracer.batches_at_once else frozenset()
         self._is_asked = False
         self.refresh()
@@ -432,7 +432,7 @@ def define_loop(
     Args:
         tracer: traces the steps
         fetches: the names of the values of the last step to return
-        executable: the executable that takes one step, or one for each stacked batch; None if the
+        executable: the executable that takes one step, or one step per stacked batch; None if the
             steps are not compiled as a whole
     """
     step_variable = tracer.context.components.step_variable
@@ -574,7 +574,7 @@ def _list_pieces(
     replicas: int,
     local_results: Callable[[PerReplica], tuple[tf.Tensor, ...]],
 ) -> Iterator[Structure]:
-    """Yields the pieces of all micro-batches, first from replica 0, then from the next replica."""
+    """Yields the pieces of all micro-batches: those of the first replica, then of the next one."""
     for replica in range(replicas):
         for piece in micro_batches:
             yield tf.nest.map_structure(

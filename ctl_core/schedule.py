@@ -1,7 +1,7 @@
 """Decides after which step a graph call ends, and which hooks, evaluations and saves are then due.
 
 Signals are handled between two calls. How a run is split into calls does not change its results,
-because each step of a call is the same graph.
+because every step runs the same graph.
 """
 
 import re
@@ -66,7 +66,7 @@ class Schedule:
         return min([self.last, *periodic, *fixed])
 
     def find_due(self, step: int) -> list[Hook]:
-        """Returns the hooks to run after a step: first those of every_steps, then of at_step."""
+        """Returns the hooks to run after a step: first of every_steps, then of at_step."""
         periodic = [hook for period, hook in self._every if step % period == 0]
         return periodic + list(self._at.get(step, ()))
 
@@ -99,7 +99,10 @@ class Schedule:
         return self._is_over("ckpt_every", step)
 
     def _is_over(self, setting: str, step: int) -> bool:
-        """Returns True if a period of a setting ends after this step; always False if it is 0."""
+        """Returns True if the period of a setting ends after this step.
+
+        A period of 0 never ends.
+        """
         period = self._periods_of_settings[setting]
         return step > 0 and period > 0 and step % period == 0
 
@@ -110,7 +113,7 @@ class Schedule:
         return time.monotonic() - self._last_save >= self._save_interval
 
     def note_saved(self) -> None:
-        """Restarts the time until the next checkpoint."""
+        """Restarts the timer for the next checkpoint."""
         self._last_save = time.monotonic()
 
     def is_time_to_end(self) -> bool:
@@ -121,7 +124,7 @@ class Schedule:
 
 
 def convert_to_steps(state: State, setting: str, value: int | str) -> int:
-    """Returns a period as a number of steps; 0 means never, or that the period is a time.
+    """Converts a period to a number of steps; returns 0 if the period is a time or 0 (never).
 
     Args:
         state: the state of the run, which has the number of steps in an epoch

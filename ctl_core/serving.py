@@ -1,4 +1,4 @@
-"""The model of a checkpoint as a function from a request to the output of the model.
+"""Turns the model of a checkpoint into a function from a request to the model's output.
 
 ``load``, ``predict`` and ``export`` use this function. A request is the argument of the hook
 ``serve``, as described by the ``input_signature`` of the hook. Without an ``input_signature``, or
@@ -376,7 +376,8 @@ def _without_nones(structure: Structure) -> Structure:
     return structure
 
 
-# The folders of the runs that are being loaded, outermost first.
+# The folders of the runs that are being loaded. If the hooks of a run load another run, the other
+# run comes later.
 _loading: list[Path] = []
 
 
@@ -424,7 +425,7 @@ def load(
 
 
 def refuse_here(folder: Path) -> None:
-    """Checks that a run can be loaded here, without adding its variables to another model.
+    """Checks that ``load`` is not called where the run's variables would join another model.
 
     Args:
         folder: the folder of the run
@@ -505,6 +506,6 @@ def save_model(model: LoadedModel, folder: Path) -> None:
     module.variables_of_run = list(model.function.graph.variables)
     module.tables_of_run = find_tables(model.function.graph)
     module.serve = serve
-    # The second name is the default of Keras' TFSMLayer.
+    # Keras' TFSMLayer uses the signature called serve by default.
     signatures = {"serving_default": serve_by_name, "serve": serve_by_name}
     tf.saved_model.save(module, str(folder), signatures)

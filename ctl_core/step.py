@@ -290,7 +290,10 @@ def compute_contribution(
 def _run_without_optimizers(
     function: ForwardBackward, share: Share
 ) -> tuple[Contribution, VariablesByObjective]:
-    """Runs the forward and backward pass of a micro-batch; hooks must not apply an optimizer."""
+    """Runs the forward and backward pass of a micro-batch.
+
+    Raises an error if a hook applies an optimizer in it.
+    """
     with compat.refuse_optimizers(_OPTIMIZER_IN_MICRO_BATCH):
         return function(share)
 

@@ -46,7 +46,7 @@ from ctl_core.session.messages import (
 from ctl_core.session.run import Run
 from ctl_core.session.watch import Watch
 
-# Printed when a run with several replicas starts from scratch.
+# This advice is printed when a run with several replicas starts from scratch.
 CHECK_ADVICE = (
     "If the loss of an example depends on other rows of the batch, try --check first: it compares "
     "one device with three."
@@ -128,7 +128,9 @@ class Trainer:
         self.functions.refresh()
 
     def _restore_learning_rate(self, record: Record | None, last: int) -> None:
-        """Applies learning rate settings that have changed since the checkpoint, and prints this.
+        """Sets the learning rate if the settings have changed it since the checkpoint.
+
+        The change is printed.
 
         Args:
             record: the record of the checkpoint; None if the run starts from scratch
@@ -163,7 +165,7 @@ class Trainer:
         if self.start < last and (go_on or last > progress.ended):
             progress.ended = None
             for criterion_state in progress.best.values():
-                criterion_state[2] = 0  # the number of evaluations that early_stop counts
+                criterion_state[2] = 0  # early_stop starts to count evaluations again
 
     def train(self, hooks_file: bytes | None = None) -> None:
         """Trains the run to its last step, and prints how training begins and ends.
@@ -231,7 +233,8 @@ class Trainer:
             self._console.say(f"the model has {count_parameters(self.state)}.")
             shape = self.state.components.shape
             if shape.replicas > 1 and shape.logical_replicas is None:
-                # The checks before training do not find every loss that depends on other rows.
+                # The checks before training do not find every loss of an example that depends on
+                # other rows of the batch.
                 self._console.say(CHECK_ADVICE)
 
     def _name_ending(self) -> str:
@@ -278,8 +281,8 @@ class Trainer:
             self._watch.step = step
             tell_step()
             state.progress.examples += state.data.count_new_examples(steps)
-            # Deferred hooks that are due after the last step of the call run below, so that they
-            # keep their order among all due hooks.
+            # Deferred hooks that are due after the last step of the call run together with the
+            # other due hooks, so that all of them run in order.
             passed = range(before + 1, step if step == stop else step + 1)
             self._run_deferred_hooks(passed)
             if step == stop:
@@ -446,8 +449,8 @@ class Trainer:
     def _log(self, step: int) -> None:
         """Logs the training metrics if that is due, and resets them at the end of a period.
 
-        If the run ends within a period, the metrics keep their values for the case that the run is
-        resumed.
+        If the run ends within a period, the metrics keep their values, so that a resumed run can
+        finish the period.
         """
         metrics = self.state.components.list_logged_metrics()
         is_due, is_whole_period = self._schedule.find_log_due(step)

@@ -138,9 +138,9 @@ def make_compiled_update(
 ) -> UpdateResult:
     """Makes the update in one XLA executable for each replica; for arguments see ``make_update``.
 
-    The work before the sum is compiled by XLA, so the update must be, too, if it draws random
-    numbers: a seed gives other random numbers without XLA. If the update draws none, and XLA cannot
-    compile it, for example because it writes a summary, then the update is not compiled.
+    The work before the sum is compiled by XLA. An update that draws random numbers must be compiled
+    as well, because the same seed gives other random numbers without XLA. If an update draws none,
+    and XLA cannot compile it, for example because it writes a summary, it is not compiled.
 
     Raises:
         SetupError: the update draws random numbers, but cannot be compiled.
@@ -429,7 +429,7 @@ def _find_common_skip(
 
 
 def run_unless(is_skipped: tf.Tensor | None, function: Callable[[], None]) -> None:
-    """Calls a function, unless ``is_skipped`` is True; a tensor is evaluated by ``tf.cond``."""
+    """Calls a function if ``is_skipped`` is None, or if it is a tensor whose value is False."""
     if is_skipped is None:
         function()
     else:

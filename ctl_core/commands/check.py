@@ -81,7 +81,7 @@ def check(callbacks: Callbacks, config: Config) -> State:
     start = time.monotonic()
     console = CheckConsole()
     name = config.run_name or "run"
-    if config.listener is not None:  # checks that it exists; a check does not call it
+    if config.listener is not None:  # fails if the listener does not exist; it is never called
         find_listener(config.listener)
     prepare(dataclasses.replace(config, virtual_devices=max(DEVICES, config.virtual_devices)))
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
@@ -90,7 +90,7 @@ def check(callbacks: Callbacks, config: Config) -> State:
         config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
         # The check trains from scratch.
         config = dataclasses.replace(config, fork=None, init_from=None, init_skip=None)
-        hooks, warnings = load_hooks(callbacks, config)  # hooks see the run's settings
+        hooks, warnings = load_hooks(callbacks, config)  # hooks get the settings of the run itself
         for warning in warnings:
             console.warn(warning)
         config = dataclasses.replace(
@@ -188,7 +188,7 @@ class Rehearsal:
         self._changes += watch.list_changes()
 
     def _judge_changes(self, state: State) -> None:
-        """Rejects changed values that a graph does not read again.
+        """Rejects Python values that host hooks have changed but that a graph does not read again.
 
         Prints a warning about all other changed values, because no checkpoint contains them.
         """

@@ -283,7 +283,7 @@ def _find_origin(is_training: bool, layers: Sequence[Layer]) -> Origin | None:
 def _list_not_inherited(is_training: bool, origin: Origin) -> set[str]:
     """Returns the names of the settings that are not read from the run's saved config.yaml."""
     names = {"debug"}
-    # Only a training that starts the processes of its cluster itself uses their number.
+    # The number of processes matters only if training starts these processes itself.
     if not is_training or "TF_CONFIG" in os.environ:
         names.add("workers")
     if origin.is_forked:

@@ -54,7 +54,7 @@ def compare_bits(hooks: Hooks, config: Config, console: CheckConsole) -> None:
     Args:
         hooks: the hooks of the run
         config: the settings of the run
-        console: prints what was compared
+        console: prints a summary of the comparison
 
     Raises:
         SetupError: a value has different bits on several devices; the message names the first such

@@ -37,7 +37,8 @@ def compare_devices(hooks: Hooks, config: Config, console: CheckConsole, by_rows
     """Compares a step and an evaluation on one device and on three.
 
     In the evaluation, one of the three devices has no rows. With ``accumulate_steps``, one device
-    is also compared with one device that takes micro-batches; these differences are only warnings.
+    is also compared with one device that takes micro-batches. Differences between these two are
+    only printed as warnings.
 
     Args:
         hooks: the hooks of the run
@@ -89,13 +90,13 @@ def describe_problem(batch_size: int, problem: str) -> str:
 
 
 def choose_even_size(config: Config) -> int:
-    """Returns a batch size that is divisible by the product of devices and micro-batches."""
+    """Returns a batch size that devices, and micro-batches within a device, can share equally."""
     shares = DEVICES * config.accumulate_steps
     return max(1, config.batch_size // shares) * shares
 
 
 def choose_uneven_size(config: Config) -> int:
-    """Returns a batch size that is divisible neither by the devices nor by the micro-batches.
+    """Returns a batch size that neither devices nor micro-batches can share equally.
 
     Each share has at least one row. The result is the largest such size up to the batch size of the
     run; if there is none, it is the smallest such size above.
@@ -122,7 +123,7 @@ class Comparison:
         self._noisy_steps = NoisySteps.UNKNOWN
 
     def measure(self) -> None:
-        """Measures on one device, on three, and in micro-batches if the run has them."""
+        """Measures values on one device, on three, and in micro-batches if the run has them."""
         micro_batches = self._config.accumulate_steps
         self._on_one = self._measure_on(1)
         self._on_three = self._measure_on(DEVICES)
@@ -174,7 +175,7 @@ class Comparison:
 
 @contextlib.contextmanager
 def open_on_devices(hooks: Hooks, config: Config, console: CheckConsole) -> Iterator[State]:
-    """Builds the state of a run on as many CPU devices as ``virtual_devices``, even if GPUs exist.
+    """Builds the state of a run on ``virtual_devices`` CPU devices, even if there are GPUs.
 
     Args:
         hooks: the hooks of the run

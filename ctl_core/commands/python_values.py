@@ -173,7 +173,7 @@ class ValueWatch:
 
 
 def copy_value(value: Any) -> Any:
-    """Returns a copy of a simple value, so that changing the value in place keeps the copy."""
+    """Copies a simple value, so that in-place changes of the original do not affect the copy."""
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
@@ -307,7 +307,7 @@ def list_attributes(name: str, owner: Any) -> Iterator[Place]:
 
 
 def list_graph_places(state: State) -> list[Place]:
-    """Returns the places in graph hooks, in the model, its layers and the loss, and ``hparams``."""
+    """Returns the places in graph hooks, the model, its layers, the loss and ``hparams``."""
     places = list(list_held("hparams", state.hooks.create_model.common["hparams"]))
     for function in (state.train_loss, *(hook.function for hook in state.hooks.list_graph_hooks())):
         places += list_function_places(function)

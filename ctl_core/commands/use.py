@@ -55,8 +55,8 @@ def evaluate(
         callbacks: the hooks
         config: settings that name the run
         checkpoint: a step, ``best`` or ``last``; default: the best one if kept, or the newest
-        watch: whether to evaluate instead every checkpoint that training saves, until training has
-            ended
+        watch: whether to evaluate every checkpoint that training saves, instead of a single one,
+            until training has ended
 
     Returns:
         The values by name; with ``watch``, those of the last checkpoint.
@@ -276,7 +276,7 @@ def _join(outputs: Iterable[Mapping[str, tf.Tensor]]) -> dict[str, np.ndarray]:
     for output in outputs:
         for name, value in output.items():
             array = np.atleast_1d(value)
-            if array.dtype == object:  # strings, which a .npz file can store only as bytes
+            if array.dtype == object:  # a .npz file can store strings only as bytes
                 array = array.astype(bytes)
             collected.setdefault(name, []).append(array)
     joined: dict[str, np.ndarray] = {}
