@@ -171,7 +171,7 @@ class StepFunctions:
 
     @property
     def frozen(self) -> int:
-        """A hash of which layers are frozen."""
+        """A hash that identifies which layers are frozen."""
         return hash(self._frozen)
 
     def list_operations(self) -> Iterator[tf.Operation]:

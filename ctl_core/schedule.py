@@ -66,7 +66,7 @@ class Schedule:
         return min([self.last, *periodic, *fixed])
 
     def find_due(self, step: int) -> list[Hook]:
-        """Returns the hooks to run after a step: first of every_steps, then of at_step."""
+        """Returns the hooks to run after a step: first those of every_steps, then of at_step."""
         periodic = [hook for period, hook in self._every if step % period == 0]
         return periodic + list(self._at.get(step, ()))
 
