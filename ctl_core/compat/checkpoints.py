@@ -55,8 +55,8 @@ def read_object_graph(checkpoint: str) -> list[SavedObject]:
 def read_variables(checkpoint: str) -> list[tuple[str, np.ndarray]]:
     """Returns the name and value of each variable of a ``tf.train.Checkpoint`` or SavedModel.
 
-    Only values are read, and no code is run. To load a SavedModel instead would run its
-    initializers.
+    This function runs no code of a SavedModel. If the SavedModel were loaded instead, TensorFlow
+    would run its initializers.
 
     Args:
         checkpoint: the prefix of the checkpoint's files
@@ -177,7 +177,7 @@ class Node(Trackable):  # type: ignore[misc]
 
 
 def saves_itself(item: Trackable) -> bool:
-    """Returns whether an object has state other than variables, such as a lookup table's."""
+    """Returns whether an object has state that is not a variable, such as a table's content."""
     for name in ("_serialize_to_tensors", "_gather_saveables_for_checkpoint"):
         if getattr(type(item), name) is not getattr(Trackable, name):
             return True

@@ -45,9 +45,9 @@ def restore_position(iterator: tf.data.Iterator, position: tf.Tensor) -> None:
 
 
 def count_saved_draws(content: bytes) -> int:
-    """Counts the states of certain stages that a position contains.
+    """Returns the number of stages whose state a saved position contains.
 
-    These are stages that draw random numbers, and caches in memory that are full.
+    Only stages that draw random numbers, and full caches in memory, are counted.
 
     Args:
         content: the content of the file to which the position was written

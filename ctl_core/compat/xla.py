@@ -1,4 +1,4 @@
-"""Wraps private XLA APIs that list the ops that XLA can compile for a GPU and lower functions."""
+"""Wraps private APIs of XLA: lists ops that can be compiled for a GPU, and lowers functions."""
 
 from __future__ import annotations
 

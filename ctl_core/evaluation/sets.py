@@ -23,7 +23,7 @@ from ctl_core.run.listeners import FILE, RESERVED
 from ctl_core.run.settings import Config
 from ctl_core.types import BatchSpec, GraphFunction
 
-# The name of the evaluation data if ``create_eval_dataset`` returns no dict.
+# The name of the set if ``create_eval_dataset`` returns a single dataset instead of a dict.
 SINGLE_SET = ""
 
 

@@ -81,7 +81,7 @@ class Summaries(Listener):
         """
         if not self._settings:
             return
-        from tensorboard.plugins.hparams import api  # slow to import
+        from tensorboard.plugins.hparams import api  # imported here, because the import is slow
 
         values = find_changes(self._settings)
         for name, value in values.items():
@@ -227,7 +227,7 @@ def read_rates(state: State) -> dict[str, float]:
         if objective != SINGLE_OBJECTIVE:
             name += f"/{objective}"
         rate = np.float32(float(getattr(optimizer, "learning_rate", state.lr)))
-        rates[name] = float(str(rate))  # 0.001, not 0.0010000000474974513
+        rates[name] = float(str(rate))  # gives 0.001 instead of 0.0010000000474974513
     return rates
 
 

@@ -71,7 +71,7 @@ class BatchShape:
         return rows, rows > 0
 
     def count_rows_before(self, replica: Count, examples: Count) -> tf.Tensor:
-        """Returns the total number of rows of all replicas with a smaller index, as an int32."""
+        """Returns the number of rows of all replicas with an index below ``replica``, an int32."""
         replica = tf.cast(replica, tf.int32)
         replicas = tf.range(self.replicas)
         rows, _ = self.count_rows_of(replicas, examples)
@@ -283,7 +283,10 @@ def add_to_digest(digest: tf.Tensor | tf.Variable, batch: Batch) -> tf.Tensor:
 
 
 def _take_row(tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-    """Returns row ``number``, modulo the number of rows, of a dense tensor; a scalar unchanged."""
+    """Returns the row at the index ``number`` modulo the number of rows.
+
+    A scalar is returned unchanged.
+    """
     if tensor.shape.rank == 0:
         return tensor
     rows = tf.shape(tensor, tf.int64)[0]
@@ -292,7 +295,7 @@ def _take_row(tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
 
 
 def has_varying_widths(spec: BatchSpec) -> bool:
-    """Returns whether dense tensors may vary between elements in a dimension besides the first."""
+    """Returns whether the shape of a dense tensor may vary in a dimension other than the first."""
     shapes = [
         tensor_spec.shape
         for tensor_spec in tf.nest.flatten(spec)

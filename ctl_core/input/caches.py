@@ -40,14 +40,15 @@ def has_snapshot(dataset: tf.data.Dataset) -> bool:
 
 
 def refuse_unfinished_caches(hook: Hook, dataset: tf.data.Dataset) -> None:
-    """Rejects a pipeline if another process has not finished one of its cache files.
+    """Rejects a pipeline if another process has left one of the cache files unfinished.
 
     Raises:
         SetupError: a cache file is unfinished; the message names it.
     """
     for file in list_unfinished_caches(dataset):
         if tf.io.gfile.glob(f"{file}_*"):
-            gc.collect()  # deletes unused iterators of this process, which then remove their files
+            # An unused iterator of this process removes its cache files when it is deleted.
+            gc.collect()
         leftovers = sorted(tf.io.gfile.glob(f"{file}_*"))
         if leftovers:
             to_delete = " ".join(leftovers)
@@ -65,16 +66,16 @@ def refuse_shared_caches(hook: Hook, dataset: tf.data.Dataset, cluster: Cluster)
     Every process must call this function, because the processes exchange values.
 
     Raises:
-        SetupError: two processes on one machine use the same file, and it is not complete.
+        SetupError: two processes on one machine use the same unfinished cache file.
     """
     files = list_unfinished_caches(dataset)
-    checksum = 0  # means that this process has no unfinished cache file
+    checksum = 0  # 0 means that this process has no unfinished cache file
     if files:
         place = f"{platform.node()}:{sorted(map(os.path.abspath, files))}"
         checksum = zlib.crc32(place.encode()) + 1
     checksums = [int(value) for value in cluster.gather([checksum]).ravel() if value]
     if len(set(checksums)) < len(checksums):
-        file = files[0] if files else ""  # only other processes may have unfinished files
+        file = files[0] if files else ""  # this process itself may have no unfinished cache file
         raise hook.reject(
             f"several processes would write the cache file {file} at once; "
             "name one for each process, such as f'cache-{os.getpid()}', or cache in memory."

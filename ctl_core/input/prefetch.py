@@ -7,8 +7,8 @@ import tensorflow as tf
 from ctl_core.compat import is_tuned
 from ctl_core.types import Batch, Structure
 
-# The maximum size of a unit of batches (bytes). Units must be small, because every checkpoint
-# contains the current unit and the prefetched units.
+# The maximum size (bytes) of a unit, which is a group of batches that are read at once. Units must
+# be small, because every checkpoint contains the current unit and the prefetched units.
 UNIT_BYTES = 2**22
 # The maximum number of batches in a unit. Larger units are not faster.
 _MAX_BATCHES = 100
@@ -44,7 +44,7 @@ def read_ahead(
 
 
 class StackedBatches(tf.Module):  # type: ignore[misc]
-    """Reads units of many stacked batches, and returns the batches in order.
+    """Reads units, each a stack of many batches, and returns the batches in order.
 
     An executable that takes many steps needs stacked batches, because drawing a single batch takes
     longer than one step of a small model. A checkpoint that is saved in the middle of a unit

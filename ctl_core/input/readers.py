@@ -185,7 +185,7 @@ class Reader:
         """
         self.readable = readable
         self._call_again = call_again
-        self._goes_on = False  # whether a dataset read one pass after another
+        self._goes_on = False  # whether a dataset has read one pass after another
         passes = _read_passes(readable)
         first = next(passes)
         if first is None:
@@ -244,10 +244,10 @@ class Reader:
         Args:
             goes_on: True if each iteration over the dataset reads the next pass; False if each
                 iteration reads the first pass again
-            count: a function that returns the number of examples in an element that steps use. It
+            count: a function that returns the number of examples that steps use from an element. It
                 is passed only for the dataset whose position is saved
-            multiple: steps use a multiple of this number of examples in each pass, because they do
-                not use a batch that is not full
+            multiple: the number of examples that steps use in a pass is a multiple of this number,
+                because batches that are not full are dropped
         """
         generate_pass = _PassGenerator(self, goes_on, count, multiple)
         dataset = tf.data.Dataset.from_generator(generate_pass, output_signature=self.spec)
@@ -341,7 +341,7 @@ class Reader:
 
 
 class _PassGenerator:
-    """Generates the elements of one pass at each call. ``Reader.read`` creates datasets from it."""
+    """A generator function for the dataset of ``Reader.read``. Each call generates one pass."""
 
     def __init__(
         self,
@@ -355,7 +355,7 @@ class _PassGenerator:
         self._count = count
         self._multiple = multiple
         self._reading: Reading | None = None
-        self._examples = 0  # the number of examples in all elements so far that steps use
+        self._examples = 0  # the number of generated examples that steps use
 
     def __call__(self) -> Iterator[Element]:
         if self._goes_on:

@@ -77,19 +77,19 @@ class Sharing(abc.ABC):
 
         Args:
             dataset: the dataset that the hooks returned
-            is_endless: whether the dataset has no end
+            is_endless: whether the dataset is endless
         """
 
     @abc.abstractmethod
     def count_used(self, element: Batch) -> int:
-        """Returns the number of examples in an element that steps use.
+        """Returns the number of examples that steps use from an element.
 
         Args:
             element: a structure of arrays, as returned by a reader
         """
 
     def find_number_of_steps(self, dataset: tf.data.Dataset) -> int | None:
-        """Returns the number of steps in a pass, or None if only reading the pass can show it."""
+        """Returns the number of steps in a pass, or None if the pass must be read to count them."""
         return None
 
     def find_fixed_size(self, spec: BatchSpec) -> int | None:
@@ -337,7 +337,10 @@ def counts_rows_of_spec(count_examples: Hook, data_hook: Hook, spec: BatchSpec) 
 
 
 def may_have_rows(spec: BatchSpec) -> bool:
-    """Returns False if the shapes show that the tensors of an element differ in number of rows."""
+    """Returns False if the tensors of an element cannot have the same number of rows.
+
+    This is the case if their shapes differ in the first dimension, or if all tensors are scalars.
+    """
     sizes = _list_sizes(spec)
     return bool(sizes) and len(sizes - {None}) <= 1
 
@@ -410,7 +413,7 @@ def read_count(count_examples: Hook, element: Batch) -> int | None:
 
 
 def read_rows(element: Batch) -> int | None:
-    """Returns the number of rows of an element; None if its tensors differ in this number."""
+    """Returns the number of rows of an element; None if its tensors differ or are all scalars."""
     try:
         rows = leading_dimension(element)
     except DifferentRowsError:
@@ -429,7 +432,7 @@ def reject_elements(data_hook: Hook, spec: BatchSpec) -> SetupError:
 
 
 def check_counts(dataset: tf.data.Dataset, count_examples: Hook) -> tf.data.Dataset:
-    """Adds a check to a dataset that ``count_examples`` counts the rows of each element.
+    """Adds a check that ``count_examples`` counts the rows of each element in a dataset.
 
     Reading the dataset fails at an element for which the hook returns another number.
     """

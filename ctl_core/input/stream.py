@@ -281,8 +281,8 @@ class Input:
         if not self.is_endless:
             stream = one_pass.repeat()
         if reader is not None:
-            # A resumed run starts within a pass. If the rest of this pass has no batch, ``repeat``
-            # alone would end immediately.
+            # A resumed run starts within a pass, and the rest of this pass may contain no batch.
+            # ``repeat`` ends at a pass without batches, so this pass is placed before ``repeat``.
             stream = one_pass.concatenate(stream)
         if overfit_batches:
             # The cache keeps the batches of the first pass, so that shuffling or random

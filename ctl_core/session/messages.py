@@ -71,7 +71,7 @@ def _describe_devices(state: State) -> str:
 
 
 def describe_compilation_change(state: State) -> str:
-    """Returns the message for a resumed run that changes between compiled and uncompiled steps."""
+    """Returns the message for a resumed run that switches between compiled and uncompiled steps."""
     now = "compiled" if state.compilation.is_compiled else "not compiled"
     return f"jit_compile: steps are {now} from here on, and draw other random numbers, if any."
 

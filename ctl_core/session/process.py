@@ -26,7 +26,8 @@ def leave_run() -> Iterator[None]:
 
     - the dtype policy, the names of objects, and the generator of ``keras.random``
     - the state of the random numbers of Python, NumPy and TensorFlow
-    - whether ops are deterministic, and whether a GPU may round float32 factors to TF32
+    - whether ops are deterministic, and whether a GPU may round float32 matrices to TF32 before it
+      multiplies them
     - the recording of variables, of layers, and of layers that importing callbacks.py creates
 
     ``session.run.open_session`` restores the console and the step of summaries. ``Signals``
@@ -56,7 +57,7 @@ def leave_run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_tensor_float_32() -> Iterator[None]:
-    """Restores, when the context ends, whether a GPU may round matrix factors to TF32."""
+    """Restores, when the context ends, whether a GPU may use TF32 for matrix products."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     try:
         yield

@@ -67,7 +67,7 @@ class Run:
         reading: bool = False,
         listeners: Sequence[Listener | type[Listener]] = (),
     ) -> None:
-        """Creates and locks the folder of a run that is trained.
+        """Creates and locks the folder of the run, unless the run is only read.
 
         Args:
             config: the settings, which name the run
@@ -77,7 +77,7 @@ class Run:
             listeners: additional listeners
 
         Raises:
-            SetupError: the run cannot start as the settings say, or another process is training it.
+            SetupError: the run cannot start with these settings, or another process is training it.
         """
         name = config.run_name or choose_run_name(Path(config.runs_dir))
         # The path is absolute, because a hook may change the current folder.

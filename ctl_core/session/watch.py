@@ -40,13 +40,13 @@ from ctl_core.run.console import LOG, Console
 from ctl_core.run.errors import NOT_THE_USERS, format_file_name
 from ctl_core.session.run import Run
 
-# How long the main thread may take to end after a second SIGINT (seconds).
+# The maximum time that the main thread may take to end after a second SIGINT (seconds).
 INTERRUPT_SECONDS = 5.0
 # The interval at which the thread checks the progress of training (seconds).
 _POLL = 1.0
-# How long to wait for the other processes of a cluster to report where they are (seconds).
+# The time to wait for the other processes of a cluster to report their operations (seconds).
 _ANSWER_SECONDS = 10.0
-# How long a process may take to report why it ends (seconds).
+# The maximum time that a process may take to report why it ends (seconds).
 _LAST_WORDS_SECONDS = 3.0
 
 # Values of ``Place.kind``.
@@ -78,8 +78,8 @@ class Watch:
 
     If no step, evaluation batch or checkpoint ends for ``stall_seconds``, the thread prints a line
     that names the current operation. In a cluster, the line also names the operations of the other
-    processes. The time limit does not apply to tracing and compiling. If an operation of the same
-    kind has taken long before, the limit is twice the duration of that operation.
+    processes. The time limit does not apply to tracing and compiling. For other operations, the
+    limit is at least twice the duration of the longest earlier operation of the same kind.
 
     After a second SIGINT, the process ends even if a graph call blocks the main thread. After a
     SIGTERM, the process ends if the current operation exceeds the same time limit. Checkpoints are
@@ -96,10 +96,10 @@ class Watch:
 
         Args:
             run: the run that is trained
-            console: prints the reports
-            signals: records the signals; its context has been entered
+            console: the console that prints the reports
+            signals: the object that records signals. Its context must have been entered
             task: this process in its cluster
-            stall_seconds: the time after which training counts as hanging; 0: no limit
+            stall_seconds: the time after which training is reported as hanging; 0 means no limit
         """
         self.step = 0
         self._run = run
@@ -148,7 +148,7 @@ class Watch:
     ) -> None:
         if self._receives_signals:
             signal.set_wakeup_fd(-1)
-        self._sender.close()  # ends the thread
+        self._sender.close()  # the thread ends when this socket is closed
         if self._thread.is_alive():
             self._thread.join(self._poll)
         else:
@@ -219,7 +219,7 @@ class Watch:
         """Reports why this process ends, and ends it without saving."""
         last_words = threading.Thread(target=self._say_last_words, args=(text,), daemon=True)
         last_words.start()
-        last_words.join(_LAST_WORDS_SECONDS)  # the report itself may be blocked, too
+        last_words.join(_LAST_WORDS_SECONDS)  # does not wait longer, because the report may block
         os._exit(128 + number)
 
     def _say_last_words(self, text: str) -> None:
@@ -289,7 +289,7 @@ class Watch:
         )
 
     def _describe_threads(self) -> str:
-        """Returns the lines of the user's code that other threads run, such as in a generator."""
+        """Returns the lines of the user's code that other threads run, for example a generator."""
         lines = []
         for thread, frame in sys._current_frames().items():
             if thread not in (self._watched, threading.get_ident()):
