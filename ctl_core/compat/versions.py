@@ -13,10 +13,10 @@ TESTED = {"tensorflow": (2, 21), "keras": (3, 15)}
 
 
 def describe_untested() -> list[str]:
-    """Returns a line for each package that is newer than the version that was tested.
+    """Returns a line for each package that is newer than the newest tested version.
 
-    A newer version may have changed a private name. The line says how to test this, and which bound
-    in pyproject.toml allows the version.
+    A newer version may have changed a private name. The line explains how to test this version, and
+    which bound in pyproject.toml allows it.
     """
     lines = []
     for package, version in (("tensorflow", tf.__version__), ("keras", keras.__version__)):

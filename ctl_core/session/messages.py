@@ -1,4 +1,4 @@
-"""Messages of a training: how it begins and ends, and which steps were not finite."""
+"""Formats the messages about the start and end of training, and about steps that are not finite."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ctl_core.run.files import relative_path
 
 
 def describe_start(state: State, start: int, last: int) -> str:
-    """Returns where training begins, how far it goes, and on which devices.
+    """Returns a line with the first and last step of training, and the devices that are used.
 
     Args:
-        state: of the run
-        start: the step from which this process trains
+        state: the state of the run
+        start: the step at which this process starts
         last: the last step of the run
     """
     run = relative_path(state.run_dir)
@@ -45,7 +45,7 @@ def describe_start(state: State, start: int, last: int) -> str:
 
 
 def _describe_batch(state: State) -> str:
-    """Returns ``batch size 64``, or ``batch size 64 in 4 micro-batches``."""
+    """Returns a phrase such as ``batch size 64`` or ``batch size 64 in 4 micro-batches``."""
     text = f"batch size {state.config.batch_size}"
     logical_replicas = state.config.logical_replicas
     if logical_replicas is not None:
@@ -57,31 +57,34 @@ def _describe_batch(state: State) -> str:
 
 
 def _describe_devices(state: State) -> str:
-    """Returns ``1 replica on GPU, in bfloat16, compiled by XLA (checked in 2.1 s)``."""
+    """Returns a phrase such as ``1 replica on GPU, in bfloat16, compiled by XLA``."""
     replicas = state.components.shape.replicas
     devices = state.strategy.extended.worker_devices
     kinds = sorted({device.split("device:")[-1].split(":")[0] for device in devices})
     text = f"{replicas} {'replica' if replicas == 1 else 'replicas'} on {', '.join(kinds)}"
     if state.computed_in:
         text += f", in {' and '.join(state.computed_in)}"
-    # On a CPU, where plain steps are the rule, nobody expects compiled ones.
+    # On a CPU, steps are usually not compiled, so this is mentioned only if they are.
     if "GPU" in kinds or state.compilation.is_compiled:
         text += f", {state.compilation}"
     return text
 
 
 def describe_compilation_change(state: State) -> str:
-    """Returns that a resumed run is compiled from now on, or is not any more."""
+    """Returns the message for a resumed run that switches between compiled and uncompiled steps."""
     now = "compiled" if state.compilation.is_compiled else "not compiled"
     return f"jit_compile: steps are {now} from here on, and draw other random numbers, if any."
 
 
 def describe_nature(layers: Sequence[keras.Layer], drawing_layers: Sequence[str]) -> str:
-    """Returns why weights depend on the number of replicas; "" if no layer is known to cause it.
+    """Returns a sentence that explains why weights depend on the number of replicas.
 
     Args:
         layers: the layers of a run
         drawing_layers: the kinds of layers that draw random numbers
+
+    Returns:
+        The sentence; "" if no layer is known to cause such a dependence.
     """
     reasons = []
     if drawing_layers:
@@ -95,18 +98,24 @@ def describe_nature(layers: Sequence[keras.Layer], drawing_layers: Sequence[str]
 
 
 def count_parameters(state: State) -> str:
-    """Returns ``97 parameters to train``: those of the model and the loss that are not frozen."""
+    """Returns a phrase such as ``97 parameters to train``.
+
+    The number includes all parameters of the model and the loss that are not frozen.
+    """
     variables = [*trainable_variables(state.train_model), *trainable_variables(state.train_loss)]
     sizes = {id(variable): variable.shape.num_elements() for variable in variables}
     return f"{sum(sizes.values()):,} parameters to train"
 
 
 def describe_end(state: State, start: int) -> list[str]:
-    """Returns lines with the outcome and duration of training, its last evaluation, and next steps.
+    """Returns lines about the outcome of training.
+
+    They contain the reason for the end, the duration, the last evaluation, and commands to run
+    next.
 
     Args:
         state: the state of the run
-        start: the step from which this process trained
+        start: the step at which this process started
     """
     run_name = Path(state.run_dir).name
     if state.stopped_by is not None:
@@ -141,11 +150,12 @@ def describe_end(state: State, start: int) -> list[str]:
 
 
 def describe_nonfinite(state: State) -> list[str]:
-    """Returns warnings of steps in which the loss was not finite or a gradient had NaN."""
+    """Returns warnings about steps with a loss that was not finite, or with NaN in a gradient."""
     noted = state.progress.noted
     warnings = []
     if noted.steps:
-        # The other processes of a cluster may have seen other steps.
+        # The processes of a cluster may see non-finite losses in different steps. The number is the
+        # highest number that a single process has counted.
         at_least = "at least " if state.cluster.task.processes > 1 else ""
         last_one = ", the last one" if noted.latest == state.step else ""
         warnings.append(
