@@ -78,8 +78,9 @@ def add_up(root: Subtree, find: Callable[[Subtree], T | None], add: Callable[[T,
 
     Args:
         root: the subtree
-        find: returns the sum of a subtree if it is known; None if its children are to be added
-        add: adds two values
+        find: a function that returns the sum of a subtree if it is already known, and None if the
+            sums of its children have to be added
+        add: a function that adds two values
     """
     known = find(root)
     if known is not None:
