@@ -46,7 +46,7 @@ def is_summed(variable: Variable) -> bool:
     )
 
 
-# A conversion would take a third of a second.
+# AutoGraph would take a third of a second to convert this function.
 @tf.autograph.experimental.do_not_convert
 def trainable_variables(model: UserObject) -> list[Variable]:
     """Returns the trainable variables of a model, without those of frozen layers.
