@@ -22,8 +22,8 @@ from ctl_core.run.settings import Config
 # The default name of the file in a project, and the name of the copy in each run folder.
 DEFAULT = Config().callbacks
 COPY = "callbacks.py"
-# The module name of any other file than the project's callbacks.py. The names differ, so that such
-# a file can import the project's callbacks.py as ``callbacks``.
+# The module name of a hooks file that is not the project's callbacks.py. It differs from
+# ``callbacks``, so that the file can import the project's callbacks.py as ``callbacks``.
 MODULE = "ctl_callbacks"
 PROJECT = "callbacks"  # the module name of the project's callbacks.py
 _importing: list[Path] = []  # the files that are being imported, outermost first
@@ -62,7 +62,7 @@ def find_callbacks(
         run: the folder of the run; None if there is no run
         trained_with: the setting ``callbacks`` that the run was trained with
         training: whether the run continues training, with the current content of the file
-        project: the folder of the project; None is the current folder
+        project: the folder of the project; None means the current folder
         is_named: whether the user has named the file. If only the run's config.yaml names the file,
             it has to be in the project, because the config.yaml may come from somebody else.
 
@@ -126,8 +126,8 @@ def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.
     The file can import modules from its own folder and from the project.
 
     Raises:
-        SetupError: the import fails; the message has the line. Another reason is that the file
-            loads a run with ``ctl.load`` while it is imported, and that run has the same hooks.
+        SetupError: the import fails; the message has the line. This includes a file that calls
+            ``ctl.load`` at its top level to load a run with the same hooks.
     """
     if hooks_file.stands_for in _importing:
         raise SetupError(
@@ -145,11 +145,11 @@ def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.
     if original == project / DEFAULT:
         name = PROJECT
     module = types.ModuleType(name)
-    module.__file__ = str(original)  # a file may need it to find its data
+    module.__file__ = str(original)  # callbacks.py may use this to find its data
     vars(module)["__file_content__"] = hooks_file.path.read_bytes()
     sys.modules[module.__name__] = module
     code = check_compiles(hooks_file)
-    from ctl_core.hooks.recording import IMPORTED, note_layers  # late: imports TensorFlow
+    from ctl_core.hooks.recording import IMPORTED, note_layers  # late, since this loads TensorFlow
 
     IMPORTED.clear()
     _importing.append(original)

@@ -1,9 +1,9 @@
 """The default of every hook, and the functions that the defaults call.
 
-The default hooks are equal to those in a new callbacks.py, which a test checks. They therefore call
-public functions through the name ``ctl``, even functions of this module such as ``unpack``. This
-works although ``ctl_core`` imports this module, because the functions are looked up only when a
-hook runs.
+The default hooks are identical to those in a new callbacks.py, which a test checks. They therefore
+call public functions through the name ``ctl``, even functions of this module such as ``unpack``.
+Although ``ctl_core`` imports this module, the circular import works, because the functions are
+looked up only when a hook runs.
 """
 
 import contextlib
@@ -77,9 +77,9 @@ def explain_different_rows(batch: Batch, examples: int | None = None) -> str:
 
 
 def list_paths(structure: Structure, path: str = "batch") -> Iterator[tuple[str, AnyTensor]]:
-    """Yields a pair of a Python expression and a tensor for each tensor of a structure.
+    """Yields a Python expression and a tensor for each tensor of a structure.
 
-    The expression starts with ``path`` and reads the tensor: ``batch['image']``.
+    The expression evaluates to the tensor. It starts with ``path``, as in ``batch['image']``.
     """
     if isinstance(structure, Mapping):
         for key, value in structure.items():
@@ -126,7 +126,8 @@ def unpack(batch: Batch) -> tuple[ModelInput, Structure, tf.Tensor | None]:
 def find_sample_weight(batch: Batch) -> tf.Tensor | None:
     """Returns the sample weights of a batch, or None.
 
-    The sample weights are the third of three elements, if it has the dtype and shape of weights.
+    They are the third of the batch's three elements, if this is a floating-point tensor of shape
+    [b] or [b, 1].
     """
     if not isinstance(batch, tuple | list) or len(batch) != 3:
         return None
@@ -188,7 +189,7 @@ def deferred(hook: Callable[..., None]) -> Callable[..., None]:
     The function may name ``step``, ``dev``, ``chief``, ``config`` and ``hparams``, and must not
     change anything that training uses. The engine does not need to leave the graph for such a
     function. When a graph call ends, which takes about a second at most, the engine runs the
-    function once for each of the call's steps for which it is due, in order.
+    function for all steps of the call at which the function is due, in order.
     """
     hook.deferred = True  # type: ignore[attr-defined]
     return hook

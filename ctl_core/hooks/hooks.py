@@ -1,4 +1,4 @@
-"""Calls the hooks of a run by argument name, and adds hook and line to error messages."""
+"""Calls the hooks of a run by argument name, and adds their names and lines to errors."""
 
 import dataclasses
 import functools
@@ -35,9 +35,9 @@ class Hook:
         function: the function that is called
         arguments: the names of its arguments
         common: the values of the arguments that every hook may name
-        is_default: whether the function is the engine's default; a copy of the default in
-            callbacks.py is the user's function. This may change messages and costs, but never the
-            result of training.
+        is_default: whether the function is the engine's default. A copy of the default in
+            callbacks.py counts as the user's function. The difference affects messages and speed,
+            but never the result of training.
         is_traced: whether the function is called while a graph is traced
         returns: a description of the result, from the table
         accepts: a function that returns whether a result is valid; None if any result is valid
@@ -98,7 +98,7 @@ class Hook:
         return returned
 
     def describe_failure(self, error: BaseException) -> str:
-        """Describes in one line an error that this hook raised, with the line of the hook."""
+        """Describes in one line an error that this hook raised, including file and line number."""
         frames = [
             (frame.filename, frame.lineno or 0)
             for frame in traceback.extract_tb(error.__traceback__)

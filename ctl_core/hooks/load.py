@@ -153,7 +153,7 @@ def read_schedule(spec: HookSpec, value: UserObject, origin: str) -> dict[int, A
 
 
 def read_arguments(spec: HookSpec, name: str, function: UserObject, origin: str) -> tuple[str, ...]:
-    """Returns the names of the available arguments that a hook's function takes.
+    """Returns the names of a function's arguments that are available to the hook.
 
     Raises:
         SetupError: the value is not a function, or the function requires an argument that does not
@@ -314,7 +314,7 @@ def _are_objectives(value: UserObject) -> bool:
 
 
 def _are_losses(value: UserObject) -> bool:
-    """Returns whether a value is a pair whose second member is a number."""
+    """Returns whether a value is a pair whose second element is a number."""
     return _is_pair(value) and _is_number(value[1])
 
 

@@ -73,8 +73,8 @@ class OptimizerGroups(tf.Module):
         """Passes each gradient to the optimizer of its variable's group.
 
         Raises:
-            ValueError: a variable is in no group. This is possible if it was frozen when the
-                optimizers were built.
+            ValueError: a variable is in no group. This can happen if it was frozen when
+                ``create_opt`` was called.
         """
         pairs_by_group = collections.defaultdict(list)
         for gradient, variable in grads_and_vars:

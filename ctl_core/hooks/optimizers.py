@@ -37,7 +37,7 @@ def refuse_loss_scales(hook: Hook, optimizers: UserObject) -> None:
 
 
 def find_optimizers(value: UserObject) -> Iterator[Optimizer]:
-    """Yields the optimizers in a structure, and the optimizers that these refer to."""
+    """Yields the optimizers in a structure, and the optimizers that they wrap or contain."""
     seen: dict[int, UserObject] = {}  # keeps all objects alive, so that their ids stay unique
     waiting = [value]
     while waiting:

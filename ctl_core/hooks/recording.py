@@ -1,8 +1,8 @@
 """Records every variable and Keras layer that the hooks of a run create.
 
-A variable belongs to the run because it was created while one of its hooks ran, wherever it is
-stored: in a list, a closure, a plain object, an optimizer, a metric or a random generator. The
-references are weak, so that objects that a hook has discarded disappear from the recording.
+A variable belongs to the run if it was created while one of the run's hooks was running. It may be
+stored anywhere: in a list, a closure, a plain object, an optimizer, a metric or a random generator.
+The recording keeps weak references, so objects that a hook has discarded disappear from it.
 """
 
 import collections
@@ -36,7 +36,7 @@ Freezable: TypeAlias = keras.Layer | Variable
 
 @contextlib.contextmanager
 def note_layers(layers: list[weakref.ref[Any]]) -> Iterator[None]:
-    """Appends a weak reference to each layer that is created inside the context to a list."""
+    """Appends a weak reference to ``layers`` for each layer created inside the context."""
     with watch_new_layers(lambda layer: layers.append(weakref.ref(layer))):
         yield
 
@@ -45,8 +45,8 @@ def note_layers(layers: list[weakref.ref[Any]]) -> Iterator[None]:
 def record_nothing() -> Iterator[None]:
     """Hides objects that are created inside the context from all recordings.
 
-    A hook may load another run, which is not part of the run that the hook belongs to. ``IMPORTED``
-    is restored when the context ends.
+    This is necessary when a hook loads another run, because the objects of the loaded run do not
+    belong to the hook's own run. ``IMPORTED`` is restored when the context ends.
     """
     imported = list(IMPORTED)
     try:
@@ -69,8 +69,8 @@ class Recording:
 
         Args:
             unifies: whether every variable is created with a single value for all replicas and is
-                written without an exchange. This includes variables that would otherwise be summed
-                over the replicas.
+                written without communication between replicas. This includes variables that would
+                otherwise be summed over the replicas.
         """
         self.summed: set[int] = set()
         self._unifies = unifies

@@ -25,7 +25,7 @@ class Objective(NamedTuple):
     Attributes:
         loss_per_batch: one number per example, of shape [b], or the sum of these numbers; never a
             mean
-        extra_loss: the terms that do not depend on the batch, a scalar
+        extra_loss: the sum of the loss terms that do not depend on the batch, a scalar
         variables: the variables to train
         logged: tensors to log every ``log_every`` steps, by name
     """
@@ -69,7 +69,7 @@ class EvalLoss(NamedTuple):
     Attributes:
         loss_per_batch: one number per example, of shape [b], or the sum of these numbers; never a
             mean
-        extra_loss: the terms that do not depend on the batch, a scalar
+        extra_loss: the sum of the loss terms that do not depend on the batch, a scalar
     """
 
     loss_per_batch: tf.Tensor

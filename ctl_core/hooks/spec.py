@@ -10,9 +10,9 @@ import enum
 class Place(enum.Enum):
     """Where a hook runs."""
 
-    SETUP = "setup"  # runs once, before training
-    GRAPH = "graph"  # is traced into the graph of a step or an evaluation, on each replica
-    HOST = "host"  # runs as plain Python between two steps, with eager values
+    SETUP = "setup"  # the hook runs once, before training
+    GRAPH = "graph"  # the hook is traced on each replica, in a step or an evaluation
+    HOST = "host"  # the hook runs between two steps, as plain Python with eager values
 
 
 class Form(enum.Enum):
@@ -57,7 +57,7 @@ class HookSpec:
         purpose: the purpose of the hook, a phrase without a period
         details: further information about the hook, in whole sentences
         arguments: the values that the hook may name
-        returns: the result, a phrase that error messages contain
+        returns: a phrase that describes the result; error messages contain this phrase
         result: the name of the public named tuple that the hook may return; empty if there is none
         fields: the fields of ``result``
         default: a phrase that describes the behavior without the hook

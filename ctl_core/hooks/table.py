@@ -107,8 +107,8 @@ STEP_HOOK_ARGUMENTS = (
     CHIEF,
     STATE,
 )
-# The arguments whose values a graph call has to return. A step with a hook that names one of these
-# arguments is a separate graph call.
+# The arguments whose values a graph call has to return. If a hook that is due at a step names one
+# of these arguments, the step is a separate graph call.
 OBSERVED = (
     "update_gradients",
     "loss",

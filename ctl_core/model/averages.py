@@ -105,7 +105,7 @@ class MovingStatistics:
         """A checkpoint of the values copied on this process; None if nothing is copied."""
         if not self.copies.values:
             return None
-        return tf.train.Checkpoint(own=self.copies.values)  # existing checkpoints use this name
+        return tf.train.Checkpoint(own=self.copies.values)  # existing checkpoints contain this name
 
 
 class WeightAverage:

@@ -30,7 +30,7 @@ class Compilation(enum.Enum):
     """The parts of a training step that XLA compiles."""
 
     NOTHING = enum.auto()
-    REPLICA = enum.auto()  # each replica's work before the sum over replicas, and after it
+    REPLICA = enum.auto()  # the work of each replica, both before and after the sum over replicas
     STEP = enum.auto()  # the whole step, in one executable whose tensors have fixed shapes
 
 
@@ -107,7 +107,7 @@ class ForwardComponents:
     Attributes:
         hooks: the hooks of the run
         strategy: the strategy whose replicas train
-        shape: how a global batch is divided into shares
+        shape: the division of a global batch into shares
         train_model: the model that ``create_model`` returned
         train_loss: the loss that ``create_loss`` returned
         lr: the learning rate that is passed to hooks
@@ -127,10 +127,7 @@ class ForwardComponents:
     eval_model: Model | None = None
 
     def choose_model(self, training: bool) -> tuple[Hook, Model]:
-        """Returns the model to run and the hook that created it.
-
-        The hook comes first. Error messages name it.
-        """
+        """Returns ``create_model`` or ``create_eval_model``, and the model that it returned."""
         hook = self.hooks.create_eval_model
         if training or hook is None or self.eval_model is None:
             return self.hooks.create_model, self.train_model

@@ -1,4 +1,4 @@
-"""Copies the values of variables in one graph call, without exchange between processes."""
+"""Copies variables in a single graph call, without communication between processes."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,8 @@ def define_copy(
     """Returns a graph function that assigns the values of some variables to other variables.
 
     All values are read before the first one is assigned, so a variable may be in both lists. The
-    graph function is traced immediately. Otherwise, TensorFlow would mistake the functions for
-    different lists for a single function that is retraced too often, and would print a warning.
+    graph function is traced immediately. Otherwise, TensorFlow would treat all functions that this
+    returns as a single function that is retraced too often, and would print a warning.
     """
 
     @tf.function(autograph=False)

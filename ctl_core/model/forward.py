@@ -364,8 +364,8 @@ def _leave_out_unused(
         else:
             kept_gradients.append(fix_sparse_shape(gradient, variable))
             kept_variables.append(variable)
-    # In a quiet step, the model may take a different branch than in training, so nothing is
-    # reported.
+    # In a quiet step, the model may take a different branch than in training, so do not warn about
+    # unused variables.
     if unused and not context.quiet:
         names = ", ".join(unused[:5])
         if len(unused) > 5:
@@ -378,7 +378,10 @@ def _leave_out_unused(
 
 
 def fix_sparse_shape(gradient: Gradient, variable: Variable) -> Gradient:
-    """Gives a sparse gradient the static shape of its variable, which XLA requires."""
+    """Returns a gradient; if it is sparse, it gets the static shape of its variable.
+
+    XLA requires a static shape.
+    """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     shape = tf.constant(tuple(variable.shape), gradient.indices.dtype)

@@ -41,7 +41,7 @@ def _add(left: Bucket, right: Bucket) -> Bucket:
     """Adds two buckets.
 
     The sum of two sparse gradients has the indices of both, in an order that depends only on these
-    two gradients. Its values equal those of the sum of the dense gradients.
+    two gradients. The sum has the same values as if both gradients were dense.
     """
     if isinstance(left, tf.IndexedSlices):
         return merge_rows(join(left, right), compiled=False)
@@ -80,8 +80,8 @@ class DeviceResult(NamedTuple):
     """The results of the logical replicas of one device.
 
     Attributes:
-        roots: for each root, the buckets of its sum; padded with empty buckets if other devices
-            have more roots
+        roots: for each subtree that the device adds up, the buckets of its sum; padded with empty
+            buckets if other devices have more roots
         compared: the values of the device's first logical replica that have to be equal on all
             logical replicas
         are_equal: for each value in ``compared``, a bool scalar: whether the value is the same on
@@ -100,7 +100,8 @@ class LeafSum:
     """Computes the logical replicas, which are the leaves of the tree, and adds them up.
 
     Attributes:
-        packing: packs the dense tensors into buckets; None until the first device is traced
+        packing: the assignment of the dense tensors to buckets; None until the first device is
+            traced
         sparse_rows: for each sparse gradient, its maximum number of rows in one logical replica,
             and the number of rows of its variable
         ranges: for each device of all processes, the indices of its logical replicas
@@ -137,7 +138,7 @@ class LeafSum:
             add_up(root, walk.compute_leaf, walk.add)
             for root in list_roots(self._leaves, self.ranges[device])
         ]
-        # All replicas of a strategy have to return the same structure.
+        # Pad the roots, because all replicas of a strategy have to return the same structure.
         while len(roots) < self._most_roots:
             roots.append([make_empty(bucket) for bucket in roots[0]])
         pieces = [[make_vector(piece) for piece in leaf_pieces] for leaf_pieces in walk.pieces]
@@ -184,7 +185,7 @@ class LeafSum:
         totals: list[tf.Tensor] = []
         for bucket in range(len(roots[0])):
             earlier = []
-            if bucket >= len(devices):  # the previous bucket of this device
+            if bucket >= len(devices):  # wait for the previous bucket of this device
                 earlier.append(totals[bucket - len(devices)])
             bucket_roots = [root[bucket] for root in roots]
             known = self._release_roots(strategy, bucket_roots, earlier)
@@ -220,7 +221,7 @@ class LeafSum:
         return released
 
     def _finish_on_each_device(self, roots: list[Buckets]) -> list[Gradient]:
-        """Adds up the roots of all processes on one device, and returns the sums.
+        """Adds up the roots of all processes, and returns the sums. Runs on each device.
 
         Args:
             roots: the roots of this device, see ``DeviceResult``
@@ -261,10 +262,10 @@ class LeafSum:
         Each device, including the device that computed the sum, first passes the sum through an
         identity function that is placed on this device and is not inlined. Otherwise,
         ``tf.clip_by_global_norm``, which places its products next to the gradients, would place the
-        products of all devices on the device that computed the sum. Grappler reorders the products
-        of gradient, clipping factor and learning rate if all of them are on one device (the stage
-        MinimizeBroadcasts of its arithmetic optimizer), but not if they are on two. The weights on
-        different devices would then be rounded differently, and drift apart.
+        products of all devices on the device that computed the sum. The stage MinimizeBroadcasts of
+        Grappler's arithmetic optimizer reorders the products of gradient, clipping factor and
+        learning rate if all of them are on one device, but not if they are on two devices. The
+        weights on different devices would then be rounded differently, and drift apart.
 
         All other values that one device computes for others are exact: the states of random
         generators, numbers of steps, and flags.

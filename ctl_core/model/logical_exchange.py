@@ -55,15 +55,15 @@ def gather_sparse(gradients: Sequence[tf.IndexedSlices], most: int) -> list[list
 def gather_rows(tensors: Sequence[tf.Tensor], most: int) -> list[list[tf.Tensor]]:
     """Returns the tensors of all devices: a list for each device.
 
-    The tensors are padded to ``most`` rows before they are exchanged, because an exchange in a loop
-    requires a fixed shape.
+    The tensors are padded to ``most`` rows before they are exchanged, because a collective in a
+    loop requires a fixed shape.
 
     Args:
         tensors: tensors that differ only in their number of rows; each device passes the same
             number of tensors
         most: the maximum number of rows that a tensor can have in any step
     """
-    rows = gather(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))  # [devices, tensors]
+    rows = gather(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))  # shape [devices, tensors]
     no_padding = [[0, 0]] * (tensors[0].shape.rank - 1)
     padded = [
         tf.ensure_shape(
@@ -72,7 +72,7 @@ def gather_rows(tensors: Sequence[tf.Tensor], most: int) -> list[list[tf.Tensor]
         )
         for tensor in tensors
     ]
-    gathered = gather(tf.stack(padded))  # [devices, tensors, most, ...]
+    gathered = gather(tf.stack(padded))  # shape [devices, tensors, most, ...]
     devices = tf.distribute.get_strategy().num_replicas_in_sync
     return [
         [gathered[device, index, : rows[device, index]] for index in range(len(tensors))]
@@ -96,7 +96,7 @@ def gather_texts(texts: tf.Tensor) -> tf.Tensor:
     padding = tf.repeat(" ", 8 * whole_numbers - tf.strings.length(joined))
     padded = tf.strings.join([joined, tf.strings.reduce_join(padding)])
     numbers = tf.bitcast(tf.reshape(tf.io.decode_raw(padded, tf.uint8), [-1, 8]), tf.int64)
-    characters = tf.bitcast(gather(numbers), tf.uint8)  # [devices, whole_numbers, 8]
+    characters = tf.bitcast(gather(numbers), tf.uint8)  # shape [devices, whole_numbers, 8]
     characters = tf.reshape(characters, [tf.size(lengths), -1])
     lines = tf.strings.unicode_encode(tf.cast(characters, tf.int32), "UTF-8")
     lines = tf.strings.substr(lines, tf.zeros_like(lengths), lengths)

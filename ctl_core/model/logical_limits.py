@@ -81,7 +81,7 @@ def refuse_states(hook: Hook, metrics: Mapping[str, keras.Metric]) -> None:
 
 
 def refuse_ops(hooks: Hooks, graph: tf.Graph) -> None:
-    """Rejects exchanges between replicas, and random ops whose state cannot be set.
+    """Rejects collectives between replicas, and random ops whose state cannot be set.
 
     The whole graph of a step is searched, including hooks that are not part of the forward pass,
     such as ``update_post``.

@@ -39,7 +39,7 @@ from ctl_core.types import (
     VariablesByObjective,
 )
 
-# The purposes of random numbers, see ``derive_generator_states``.
+# Values of the argument ``purpose`` of ``derive_generator_states``.
 TRAINING = 0
 EVALUATION = 1
 # Special values of the argument ``index`` of ``GeneratorStates.assign``, which is otherwise the
@@ -69,7 +69,7 @@ class GeneratorStates:
         """
         if not self._variables:
             return
-        # Negative numbers count from the end, as in a Python list.
+        # A negative index counts from the end, as in a Python list.
         states = tf.gather(self._states, index % self._states.shape[0])
         for number, variable in enumerate(self._variables):
             state = states[number, : len(self._initial_states[number])]
@@ -82,7 +82,8 @@ class LogicalReplicas:
     Attributes:
         states: the states of the random generators in the update
         are_equal: one bool scalar for each variable that must have the same value on all logical
-            replicas after they have run: True if the values are equal. Set by ``compute``.
+            replicas after they have run. It is True if the values are equal. ``compute`` sets this
+            list.
     """
 
     def __init__(self, context: StepContext, run: Run) -> None:

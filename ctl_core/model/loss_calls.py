@@ -28,7 +28,7 @@ _SCALED = {
     "compute_average_loss": "one number per example: the engine divides by the global batch size",
     "scale_regularization_loss": "the unscaled sum: the engine counts extra_loss once",
 }
-# The types of the last op that these scaling functions create.
+# The types of the ops that the scaling functions create last.
 _DIVISIONS = ("DivNoNan", "RealDiv")
 _EXCHANGES = ("all_reduce", "all_gather")
 _COLLECTIVES = [
@@ -76,9 +76,9 @@ def refuse_scaled_losses(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
 
 
 def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
-    """Rejects exchanges between replicas in a loss that is computed in micro-batches.
+    """Rejects collectives between replicas in a loss that is computed in micro-batches.
 
-    Such an exchange would combine only the rows of one micro-batch rather than those of the whole
+    Such a collective would combine only the rows of one micro-batch rather than those of the whole
     batch. Layers of the model, however, may sum statistics over replicas: they then normalize with
     the statistics of a micro-batch.
 
@@ -87,7 +87,7 @@ def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
         operations: the ops of a graph in which the hooks were traced on a ``LoneReplica``
 
     Raises:
-        SetupError: a hook, or the loss, exchanges something; the message has the line of the call.
+        SetupError: a hook, or the loss, calls a collective; the message has the line of the call.
     """
     identities = (op for op in operations if op.type == "Identity")
     for calls, index in _find_calls(hooks, identities, _EXCHANGES):
@@ -102,7 +102,7 @@ def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
 
 
 def refuse_calls_of_collectives(hooks: Hooks, operations: Iterable[TypedOp], reason: str) -> None:
-    """Rejects exchanges between replicas in hooks, and in the objects that hooks returned.
+    """Rejects collectives between replicas in hooks, and in the objects that hooks returned.
 
     Args:
         hooks: the hooks of the run
@@ -110,7 +110,7 @@ def refuse_calls_of_collectives(hooks: Hooks, operations: Iterable[TypedOp], rea
         reason: the part of the message that follows the name of the called function
 
     Raises:
-        SetupError: something is exchanged; the message has the line of the call.
+        SetupError: a collective is called; the message has the line of the call.
     """
     for op in operations:
         if op.type != "Identity":

@@ -103,7 +103,7 @@ def update_train_metrics(
             arguments = _select_train_metrics(components.train_metrics, hook, arguments)
         update_metrics(components.train_metrics, hook, arguments, present)
     # In the trace that creates the variables, the means of logged values do not exist yet, because
-    # their names are not known before.
+    # their names are known only after this trace.
     if not isinstance(components, Components):
         return
     logged: dict[str, tf.Tensor] = {}
@@ -137,8 +137,8 @@ class Results(NamedTuple):
 
     Attributes:
         scalars: numbers by name. If the result of a metric ``f1`` is a vector, its entries are
-            called ``f1/0``, ``f1/1`` and so on. If it is a dict, the names contain its keys in the
-            same way.
+            called ``f1/0``, ``f1/1`` and so on. If the result is a dict, the names end with its
+            keys: ``f1/KEY``.
         arrays: results with two or more dimensions, such as a confusion matrix, by metric name
     """
 

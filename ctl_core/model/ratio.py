@@ -39,8 +39,8 @@ _DRAWS = 20
 # within these limits.
 _MIN_RATIO_OF_MEAN = 0.45
 _MAX_RATIO_OF_MEAN = 0.55
-# If the loss is a sum, the ratio of the gradients is 1. At or below this limit, the loss is
-# considered not to be a sum over the examples.
+# If the loss is a sum, the ratio of the gradients is 1. Below this limit, the loss is considered
+# not to be a sum over the examples.
 _MAX_RATIO_OF_WHOLE = 0.85
 
 

@@ -124,13 +124,13 @@ class State:
         cluster: the processes that train
         ckpt: the checkpoint that ``create_ckpt`` returned
         manager: the checkpoint manager that ``create_ckpt`` returned
-        computed_in: the dtypes with a lower precision than float32 in which layers compute
+        computed_in: the dtypes out of float16 and bfloat16 in which layers compute
         compilation: the decision whether steps are compiled, which is made before the first step
         progress: the progress of the run
         stopped_by: the number of the signal that ended training early, or None
         has_finite_weights: whether the weights were finite when they were last checked; they are
             checked before each checkpoint
-        clock: measures the time that training takes
+        clock: the clock that measures the training time
     """
 
     config: Config

@@ -1,6 +1,6 @@
-"""Detects losses and gradients that are NaN or infinite in the graph, and summarizes them.
+"""Detects NaN and infinite values in losses and gradients, and summarizes them over the steps.
 
-In float16, updates with such gradients are skipped, and the loss is scaled so that they are rare.
+In float16, an update with such gradients is skipped. The loss is scaled so that this is rare.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ class LossScale:
     def describe_trouble(self) -> str | None:
         """Returns a warning if the factor has reached its minimum; None otherwise.
 
-        Updates are then skipped, although the loss cannot be scaled down further.
+        At the minimum, the loss cannot be scaled down further, so updates that are not finite are
+        skipped.
         """
         if self.value.numpy() > MIN_SCALE:
             return None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-# The maximum size of a bucket with several tensors. A larger tensor gets its own bucket.
+# The maximum size in bytes of a bucket with several tensors. A larger tensor gets its own bucket.
 BUCKET_BYTES = 4 * 2**20
 
 

@@ -31,8 +31,8 @@ def fold_in_replica_id(
 ) -> None:
     """Gives each replica its own seeds, computed from the seeds of the first replica.
 
-    Called once, after the model was created and restored. Until then, all replicas have the seeds
-    of the first replica.
+    This function is called once, after the model has been created and restored. Until then, all
+    replicas have the seeds of the first replica.
 
     Args:
         generators: the states of Keras seed generators, int64 vectors [seed, counter]
@@ -87,7 +87,7 @@ def find_drawing_layers(layers: list[keras.Layer], drawn: Collection[int]) -> li
     Args:
         layers: the layers of a run
         drawn: the ids of the generator variables that the forward pass reads. A layer may have a
-            generator that it does not use: for example, a GRUCell without dropout does.
+            generator that it does not use, such as the generator of a GRUCell without dropout.
     """
     kinds = set()
     for layer in layers:

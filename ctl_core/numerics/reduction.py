@@ -1,4 +1,4 @@
-"""Sums results over replicas, and sums or lists the results of micro-batches."""
+"""Sums the results of replicas, and combines the results of micro-batches."""
 
 from __future__ import annotations
 
@@ -279,10 +279,9 @@ class MicroBatchAccumulator:
         )
 
     def _label_tensors(self, contribution: Contribution) -> Iterator[tuple[tf.Tensor, bool]]:
-        """Yields pairs of a tensor and a flag.
+        """Yields each tensor of a contribution, and whether it is listed for each micro-batch.
 
-        The flag is True if a list keeps the tensor of each micro-batch, and False if they are added
-        up.
+        If the flag is False, the tensors of all micro-batches are added up.
         """
         for name, field in contribution._asdict().items():
             for value in tf.nest.flatten(field):
@@ -329,7 +328,7 @@ def join(*values: AnyTensor | Gradient) -> AnyTensor | Gradient:
 def join_for_host(*values: AnyTensor) -> AnyTensor:
     """Concatenates eager tensors along the first axis.
 
-    Dense tensors whose sizes differ in another axis, too, become ragged.
+    Dense tensors become ragged if their sizes differ in any other axis.
     """
     if not isinstance(values[0], tf.Tensor):
         return join(*values)

@@ -1,7 +1,7 @@
 """Finds the variables of models: of Keras layers, modules, functions and other objects.
 
-Keras variables are float32 in every precision, unless a layer requests another dtype. So are
-losses, gradients and updates.
+Keras variables are float32 with every setting of ``precision``, unless a layer requests another
+dtype. So are losses, gradients and updates.
 """
 
 import collections
@@ -39,7 +39,7 @@ def create_scalar(value: float, dtype: tf.DType, name: str) -> tf.Variable:
 
 
 def is_summed(variable: Variable) -> bool:
-    """Returns whether a variable has a separate value on each replica, like those of metrics."""
+    """Returns whether a variable has a separate value on each replica, as metric variables do."""
     return (
         isinstance(variable, tf.distribute.DistributedValues)
         and getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ
@@ -51,8 +51,8 @@ def is_summed(variable: Variable) -> bool:
 def trainable_variables(model: UserObject) -> list[Variable]:
     """Returns the trainable variables of a model, without those of frozen layers.
 
-    If the model is an object or a function, these are the variables of the Keras layers that it
-    refers to, and the tf.Variables that it refers to.
+    If the model is an object or a function, the result includes the variables of all Keras layers
+    that it refers to, and all tf.Variables that it refers to.
     """
     variables: dict[int, Variable] = {}
     for item in walk(model):
