@@ -85,7 +85,7 @@ def check_losses(state: State, console: Console) -> None:
 
     The gradient of each batch is compared with the gradients of its halves, and its weight with the
     weights of its rows. The check costs nothing if the loss has one number per example and there is
-    no hook ``batch_weight``. Otherwise, it traces small graphs and reads the training data once
+    no hook ``batch_weight``. Otherwise, it traces small graphs and calls ``create_dataset`` once
     more. If a batch cannot be computed, nothing is checked. The state of the run does not change.
 
     Raises:
