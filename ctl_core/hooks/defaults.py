@@ -1,7 +1,9 @@
-"""The default of every hook, and the functions that the defaults are written with.
+"""The default of every hook, and the functions that the defaults call.
 
-The hooks are word for word those of a new callbacks.py, as a test checks. So they call the public
-functions by ``ctl``, which are looked up only when a hook runs: ``unpack``, say, is in this module.
+The default hooks are identical to those in a new callbacks.py, which a test checks. They therefore
+call public functions through the name ``ctl``, even functions of this module such as ``unpack``.
+Although ``ctl_core`` imports this module, the circular import works, because the functions are
+looked up only when a hook runs.
 """
 
 import contextlib
@@ -32,16 +34,16 @@ class DifferentRowsError(ValueError):
 
 @tf.autograph.experimental.do_not_convert
 def leading_dimension(batch: Batch) -> Count | None:
-    """Returns the first dimension of a batch's tensors, which all of them have to share.
+    """Returns the first dimension of a batch's tensors, which has to be the same for all of them.
 
     Scalars are ignored.
 
     Returns:
-        A number if the shapes fix it, otherwise a scalar int64 tensor, which is -1 if the tensors
-        turn out to differ. None for a batch that has only scalars.
+        An int if the shapes are static; otherwise a scalar int64 tensor, which is -1 if the tensors
+        differ at run time. None if the batch contains only scalars.
 
     Raises:
-        DifferentRowsError: the shapes show that the tensors differ.
+        DifferentRowsError: the static shapes of the tensors differ.
     """
     tensors = [tensor for tensor in tf.nest.flatten(batch) if tensor.shape.rank != 0]
     sizes = [get_first_dimension(tensor) for tensor in tensors]
@@ -56,12 +58,12 @@ def leading_dimension(batch: Batch) -> Count | None:
 
 
 def explain_different_rows(batch: Batch, examples: int | None = None) -> str:
-    """Explains how to mend a batch whose tensors differ in their first dimension.
+    """Explains how to fix a batch whose tensors differ in their first dimension.
 
     Args:
         batch: a structure of tensors
-        examples: the number of examples that the batch should have; a tensor with that many rows
-            is suggested for ``count_examples``
+        examples: the number of examples that the batch should have; if a tensor has this number of
+            rows, the explanation suggests it for ``count_examples``
     """
     cure = "return the number of examples from count_examples"
     for path, tensor in list_paths(batch):
@@ -75,7 +77,10 @@ def explain_different_rows(batch: Batch, examples: int | None = None) -> str:
 
 
 def list_paths(structure: Structure, path: str = "batch") -> Iterator[tuple[str, AnyTensor]]:
-    """Yields the tensors of a structure, each after the expression that reads it from ``path``."""
+    """Yields a Python expression and a tensor for each tensor of a structure.
+
+    The expression evaluates to the tensor. It starts with ``path``, as in ``batch['image']``.
+    """
     if isinstance(structure, Mapping):
         for key, value in structure.items():
             yield from list_paths(value, f"{path}[{key!r}]")
@@ -87,7 +92,7 @@ def list_paths(structure: Structure, path: str = "batch") -> Iterator[tuple[str,
 
 
 def get_first_dimension(tensor: AnyTensor) -> Count:
-    """Returns the first dimension, a number where it is fixed, otherwise an int64 scalar."""
+    """Returns a tensor's first dimension: an int if it is static, otherwise an int64 scalar."""
     if tensor.shape.rank and tensor.shape[0] is not None:
         return tensor.shape[0]
     if isinstance(tensor, tf.RaggedTensor):
@@ -99,10 +104,12 @@ def get_first_dimension(tensor: AnyTensor) -> Count:
 
 @tf.autograph.experimental.do_not_convert
 def unpack(batch: Batch) -> tuple[ModelInput, Structure, tf.Tensor | None]:
-    """Returns inputs, targets and sample weights, or None, of a batch (x, y) or (x, y, w).
+    """Returns the inputs, targets and sample weights of a batch (x, y) or (x, y, w).
+
+    The sample weights of a batch (x, y) are None.
 
     Raises:
-        ValueError: the batch is another one, or its third element cannot be weights.
+        ValueError: the batch has another structure, or its third element cannot be sample weights.
     """
     weight = find_sample_weight(batch)
     size = 3
@@ -117,7 +124,11 @@ def unpack(batch: Batch) -> tuple[ModelInput, Structure, tf.Tensor | None]:
 
 
 def find_sample_weight(batch: Batch) -> tf.Tensor | None:
-    """Returns the third of three elements if that can be sample weights, otherwise None."""
+    """Returns the sample weights of a batch, or None.
+
+    They are the third of the batch's three elements, if this is a floating-point tensor of shape
+    [b] or [b, 1].
+    """
     if not isinstance(batch, tuple | list) or len(batch) != 3:
         return None
     weight = batch[2]
@@ -151,12 +162,13 @@ def note_weighted() -> Iterator[list[tf.Tensor]]:
 
 @tf.autograph.experimental.do_not_convert
 def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
-    """Returns the loss of each example times its sample weight, if the batch holds weights.
+    """Multiplies the loss of each example by its sample weight, if the batch contains weights.
 
-    They are the third element of an (x, y, w) batch; of any other batch the loss stays as it is.
+    The weights are the third element of a batch (x, y, w). For any other batch, the loss is
+    returned unchanged.
 
     Raises:
-        ValueError: the loss is one number for the whole batch.
+        ValueError: the batch contains weights, but the loss is one number for the whole batch.
     """
     weight = find_sample_weight(batch)
     if weight is None:
@@ -172,11 +184,12 @@ def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
 
 
 def deferred(hook: Callable[..., None]) -> Callable[..., None]:
-    """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
+    """Marks an ``every_steps`` function that only observes training, such as ``print_step``.
 
-    It may name ``step``, ``dev``, ``chief``, ``config`` and ``hparams``, and must not change what
-    training uses. The engine then need not leave the graph for it: it runs for each of its steps,
-    in order, as soon as the graph call that holds them has ended, about a second later at most.
+    The function may name ``step``, ``dev``, ``chief``, ``config`` and ``hparams``, and must not
+    change anything that training uses. The engine does not need to leave the graph for such a
+    function. When a graph call ends, which takes about a second at most, the engine runs the
+    function for all steps of the call at which the function is due, in order.
     """
     hook.deferred = True  # type: ignore[attr-defined]
     return hook

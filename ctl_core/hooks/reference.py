@@ -1,6 +1,7 @@
-"""The table of hooks as text, for ``python -m ctl_core hooks``, and the code of the defaults.
+"""Formats the table of hooks and the code of the defaults, for ``python -m ctl_core hooks``.
 
-The code is read from the file defaults.py, which is not imported, for it would import TensorFlow.
+The code is read from the file defaults.py. The module is not imported, because it would import
+TensorFlow.
 """
 
 import ast
@@ -30,7 +31,7 @@ def find_spec(name: str) -> HookSpec:
     """Returns the row of the table for a hook.
 
     Raises:
-        SetupError: There is no such hook; the message suggests the nearest name.
+        SetupError: there is no such hook; the message suggests the most similar name.
     """
     if name in SPECS:
         return SPECS[name]
@@ -39,13 +40,13 @@ def find_spec(name: str) -> HookSpec:
 
 
 def format_table() -> str:
-    """Returns the whole table: of each hook its signature, purpose, result and default."""
+    """Returns the whole table: the signature, purpose, result and default of each hook."""
     rows = ["".join(f"{line}\n" for line in _format_row(spec)) for spec in TABLE]
     return "\n".join([*rows, _FOOTER])
 
 
 def format_hook(spec: HookSpec) -> str:
-    """Returns everything about one hook, with its arguments, its default and an example."""
+    """Returns the full description of one hook, with its arguments, default and an example."""
     return "".join(f"{line}\n" for line in _list_lines(spec))
 
 
@@ -96,7 +97,7 @@ def _list_lines(spec: HookSpec) -> Iterator[str]:
 
 
 def _list_arguments(arguments: Sequence[Argument]) -> Iterator[str]:
-    """Yields a line or more for each argument: its name, then its type, shape and meaning."""
+    """Yields one or more lines for each argument: its name, then its type, shape and meaning."""
     longest = max(len(argument.name) for argument in arguments)
     for argument in arguments:
         head = f"    {argument.name:{longest}}  "
@@ -105,7 +106,13 @@ def _list_arguments(arguments: Sequence[Argument]) -> Iterator[str]:
 
 
 def _wrap(text: str, first: str, others: str) -> list[str]:
-    """Breaks a text into lines; ``first`` and ``others`` are their indents."""
+    """Breaks a text into lines.
+
+    Args:
+        text: the text
+        first: the indentation of the first line
+        others: the indentation of all other lines
+    """
     return textwrap.wrap(
         text,
         WIDTH,
@@ -117,13 +124,13 @@ def _wrap(text: str, first: str, others: str) -> list[str]:
 
 
 def read_default_source(name: str) -> str:
-    """Returns the code of a hook's default as callbacks.py has it; empty if there is none."""
+    """Returns the source code of a hook's default; an empty string if it has no default."""
     return _read_default_sources().get(name, "")
 
 
 @functools.cache
 def _read_default_sources() -> dict[str, str]:
-    """Reads the definitions of defaults.py by name: functions and assignments with a value."""
+    """Returns the source code of the functions and variables in defaults.py, by name."""
     text = _DEFAULTS.read_text("utf-8")
     sources: dict[str, str] = {}
     for statement in ast.parse(text).body:

@@ -1,7 +1,7 @@
-"""The table of hooks: for each its purpose, arguments, result and default, and an example.
+"""The table of hooks: the purpose, arguments, result and default of each hook, and an example.
 
-The table is the single source of the arguments that hooks are called with, of the messages about
-wrong hooks, of ``python -m ctl_core hooks`` and of the pages of the documentation. The code of the
+The table is the single source for the arguments of hooks, for the messages about wrong hooks, for
+``python -m ctl_core hooks`` and for the pages about hooks in the documentation. The code of the
 defaults is in defaults.py, and the checks of returned values are in load.py.
 """
 
@@ -107,7 +107,8 @@ STEP_HOOK_ARGUMENTS = (
     CHIEF,
     STATE,
 )
-# A step of which a hook names one of these is a graph call of its own: the values have to get out.
+# The arguments whose values a graph call has to return. If a hook that is due at a step names one
+# of these arguments, the step is a separate graph call.
 OBSERVED = (
     "update_gradients",
     "loss",
@@ -117,7 +118,7 @@ OBSERVED = (
     "gradients",
     "variables",
 )
-# The arguments of a function that is marked with ``deferred``.
+# The arguments that a function marked with ``deferred`` may name.
 DEFERRED = ("dev", "step", "chief")
 
 AFTER_EVAL_ARGUMENTS = (

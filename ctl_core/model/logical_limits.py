@@ -1,4 +1,4 @@
-"""Refuses hooks, layers and ops that logical replicas cannot support, or do not support yet."""
+"""Rejects hooks, layers and ops that logical replicas cannot support, or do not support yet."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CURE = "leave out logical_replicas"
 
 
 def refuse_hooks(hooks: Hooks) -> None:
-    """Refuses hooks that cannot be combined with logical replicas.
+    """Rejects hooks that cannot be combined with logical replicas.
 
     Raises:
-        SetupError: such a hook exists; the message names it and the reason.
+        SetupError: there is such a hook; the message names the hook and gives the reason.
     """
     pieces = [name for name in PIECES if name in hooks.update_pre.arguments]
     if pieces:
@@ -35,10 +35,10 @@ def refuse_hooks(hooks: Hooks) -> None:
 
 
 def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:
-    """Refuses layers that cannot be combined with logical replicas.
+    """Rejects layers that cannot be combined with logical replicas.
 
     Raises:
-        SetupError: such a layer exists; the message names it and the reason.
+        SetupError: there is such a layer; the message names the layer and gives the reason.
     """
     for layer in layers:
         name = f"{type(layer).__name__} '{layer.name}'"
@@ -55,14 +55,14 @@ def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:
 
 
 def refuse_states(hook: Hook, metrics: Mapping[str, keras.Metric]) -> None:
-    """Resets metrics, and refuses metrics whose state cannot be summed or does not start at 0.
+    """Resets metrics, and rejects metrics whose state cannot be summed or does not start at 0.
 
     Args:
         hook: the hook that returned the metrics
         metrics: the metrics by name
 
     Raises:
-        SetupError: such a metric exists; the message names it.
+        SetupError: there is such a metric; the message names it.
     """
     for name, metric in metrics.items():
         for variable in metric.variables:
@@ -81,17 +81,17 @@ def refuse_states(hook: Hook, metrics: Mapping[str, keras.Metric]) -> None:
 
 
 def refuse_ops(hooks: Hooks, graph: tf.Graph) -> None:
-    """Refuses exchanges between replicas, and random ops whose state cannot be set.
+    """Rejects collectives between replicas, and random ops whose state cannot be set.
 
-    This also finds calls that are only in the graph of the whole step, such as one in
-    ``update_post``.
+    The whole graph of a step is searched, including hooks that are not part of the forward pass,
+    such as ``update_post``.
 
     Args:
         hooks: the hooks of the run
         graph: the graph of a training step or of an evaluation
 
     Raises:
-        SetupError: such an op exists; the message names the line that created it.
+        SetupError: there is such an op; the message names the line that created it.
     """
     operations = list(add_called_ops(graph.get_operations()))
     refuse_calls_of_collectives(hooks, operations, NO_EXCHANGE)
