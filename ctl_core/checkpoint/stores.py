@@ -21,7 +21,7 @@ from ctl_core.run.errors import SetupError, format_error
 from ctl_core.run.files import flush_to_disk
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# Stores that have no folders. Creating a folder there would create the bucket.
+# The URL schemes of stores without folders. Creating a folder there would create the bucket.
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
@@ -32,7 +32,7 @@ class Store(Protocol):
     """
 
     def list_names(self, folder: str) -> list[str]:
-        """Returns the names of the files in a folder; none if it does not exist."""
+        """Returns the names of the files in a folder; an empty list if it does not exist."""
 
     def download(self, path: str, target: Path) -> None:
         """Copies a file to this machine; raises FileNotFoundError if it does not exist."""
@@ -55,7 +55,7 @@ class FolderStore:
         self.root = root
 
     def list_names(self, folder: str) -> list[str]:
-        """Returns the names in a folder; none if it does not exist."""
+        """Returns the names in a folder; an empty list if it does not exist."""
         return list_names(self.root / folder)
 
     def download(self, path: str, target: Path) -> None:
@@ -66,7 +66,7 @@ class FolderStore:
         """Copies a file into the folder; after a kill, the file is complete or does not exist."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        # The name is always the same, so kills leave at most one such file behind.
+        # The name of the temporary file is fixed, so that kills leave at most one such file.
         temporary = self.root / "upload.tmp"
         shutil.copyfile(source, temporary)
         flush_to_disk(temporary)
@@ -81,7 +81,7 @@ class FolderStore:
 class FsspecStore:
     """Storage that ``fsspec`` can access, such as a bucket.
 
-    Credentials and options are read from the environment, as by the cloud's own tools.
+    Credentials and options are read from the environment, as the cloud's own tools do.
     """
 
     def __init__(self, url: str) -> None:
@@ -106,7 +106,7 @@ class FsspecStore:
             raise SetupError(f"mirror: {url} cannot be used: {format_error(error)}") from error
 
     def list_names(self, folder: str) -> list[str]:
-        """Returns the current names in a folder, without using a cache; none if it is missing."""
+        """Returns the names in a folder, without using a cache; an empty list if it is missing."""
         with _raise_os_errors():
             self._files.invalidate_cache()
             try:
