@@ -1,1 +1,1 @@
-"""Several devices and processes: how each knows its place, and how they exchange values."""
+"""Trains on several devices and processes: forms the cluster, and exchanges values within it."""

@@ -41,7 +41,7 @@ def tell_step() -> None:
 
 
 def tell_failure(text: str) -> None:
-    """Reports to that command why this process ends before its first step."""
+    """Reports to the command that started this process why it ends before its first step."""
     _tell(text.encode())
 
 
@@ -91,7 +91,8 @@ def start(argv: Sequence[str], folder: Path) -> int:
     os.close(write_end)
     try:
         with os.fdopen(read_end, "rb") as pipe:
-            # A supervisor, and what a hook has forked, may hold the other end until training ends.
+            # The first read is a single byte, because a supervisor or a process that a hook has
+            # forked may keep the other end of the pipe open until training ends.
             message = pipe.read(1)
             if message != _STEP:
                 message += pipe.read()
