@@ -198,7 +198,7 @@ class Checkpoints:
             )
         self._warn_of_loss_scale()
         self.wait()
-        # Listeners are notified before the manager writes the next checkpoint, because it may
+        # Listeners are notified before the next checkpoint is written, because the manager may then
         # delete the last one.
         self.tell_saved()
         with self.statistics.hold_averages():
@@ -208,7 +208,7 @@ class Checkpoints:
                 self.saved_step = step
 
     def _accepts_weights(self, step: int) -> bool:
-        """Returns True if the current weights may be saved; depends on ``on_nan``.
+        """Returns True if the setting ``on_nan`` allows the current weights to be saved.
 
         With ``on_nan: warn``, only the first checkpoint with weights that are not finite is saved,
         and no older checkpoint is deleted for it. Further checkpoints of this kind would soon
@@ -256,7 +256,7 @@ class Checkpoints:
             learning_rate=state.config.learning_rate,
             frozen=read_flags(state.recording),
             created=list(self._created),
-            # A copy, because hooks run while the record is written.
+            # The progress is copied, because hooks may change it while the record is written.
             progress=dataclasses.asdict(state.progress),
             compiled=state.compilation.is_compiled,
             learnt=self._vocabularies.learnt,
@@ -310,7 +310,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until writing in the background has ended, successfully or not."""
-        self._writer.pool.shutdown()  # in a notebook, no thread must be left after a run
+        self._writer.pool.shutdown()  # a run in a notebook must not leave a thread behind
         self.tell_saved()
 
     def tell_saved(self) -> None:
@@ -368,7 +368,7 @@ class Checkpoints:
         return record
 
     def _finish_restoring(self, folder: Path, record: Record) -> None:
-        """Restores the values that differ between replicas, and removes what a kill left behind."""
+        """Restores the values that differ between replicas, and removes files left by a kill."""
         self._restore_statistics(folder, record)
         if folder != self._folder:
             self._console.say(f"fork: goes on from {relative_path(folder)}, step {record.step}.")
@@ -451,9 +451,9 @@ class Checkpoints:
     def _restore_statistics(self, folder: Path, record: Record) -> None:
         """Restores the values that differ between replicas.
 
-        If the number of replicas has changed, every replica continues with the mean. The same
-        happens, with a warning, if the file cannot be read. Weights then differ only by rounding,
-        because only the order of the summation changes.
+        If the number of replicas has changed, every replica continues with the mean over the former
+        replicas. The same happens, with a warning, if the file cannot be read. Results then differ
+        only by rounding, because only the order of a summation changes.
         """
         statistics = self.statistics
         is_same_number = record.replicas == self._state.components.shape.replicas

@@ -1,6 +1,6 @@
-"""Decides when checkpoints are copied to the mirror, and runs mirror.py in a thread to copy them.
+"""Decides when checkpoints are copied to the mirror; a thread copies them with mirror.py.
 
-If copying fails, training continues, and the user is told how many checkpoints were not copied.
+If copying fails, training continues, and the console reports how many checkpoints were not copied.
 """
 
 from __future__ import annotations

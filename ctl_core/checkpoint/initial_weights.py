@@ -198,7 +198,7 @@ def _name_model(model: Model) -> str:
 
 
 def _join(names: Sequence[str]) -> str:
-    """Joins names for a message; if there are many, only their number follows the first names."""
+    """Joins names for a message; a long list ends with the number of omitted names."""
     text = ", ".join(names[:_MOST_NAMES])
     if len(names) > _MOST_NAMES:
         text += f" and {len(names) - _MOST_NAMES} more"
@@ -208,7 +208,8 @@ def _join(names: Sequence[str]) -> str:
 def list_weights(model: Model) -> list[Variable]:
     """Returns the variables of a model, except Keras' metrics and random generators."""
     left_out = _find_left_out(model)
-    trackable = make_trackable(model)  # the variable keeps it alive: a view has no reference to it
+    # TrackableView does not keep its root alive, so a variable must refer to the root.
+    trackable = make_trackable(model)
     descendants = tf.train.TrackableView(trackable).descendants()
     variables = {id(unwrap(item)): item for item in descendants if _is_variable(item)}
     return [variable for key, variable in variables.items() if key not in left_out]
@@ -280,7 +281,7 @@ class _FileLoader:
             raise SetupError(
                 f"init_from: {source} does not fit {self.hook}: {format_error(error)}"
             ) from error
-        for weight, value in kept:  # loading a layer with a LoRA adapter has set the adapter to 0
+        for weight, value in kept:  # Keras has set the adapters of LoRA layers to 0
             weight.assign(value)
 
     def _load_saved_model(self, model: keras.Model) -> None:
@@ -462,8 +463,8 @@ def _pair_variables(
         if no path to the variable leads to a saved value.
     """
     pairs: dict[int, tuple[Trackable, int | None]] = {}
-    # For the position of each saved object, the id of the first object that was found there. The
-    # saved object belongs to this object only.
+    # Maps the position of each saved object to the id of the first object that was found for it.
+    # Other objects cannot have the same saved object.
     owners: dict[int, int] = {}
     waiting: collections.deque[tuple[Trackable, int | None]] = collections.deque(
         [(trackable, position)]

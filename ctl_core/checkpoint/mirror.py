@@ -1,4 +1,4 @@
-"""Copies a run to the mirror and fetches it from there, so that it survives the machine's loss.
+"""Copies runs to a mirror and fetches them again, so that they survive the loss of a machine.
 
 A mirror is the folder or bucket that the setting ``mirror`` names. In it, the copy of a run,
 MIRROR/NAME, has the layout of the run's folder:
@@ -82,8 +82,8 @@ class Mirror:
         self._keep = config.mirror_keep
         self.shown = f"{config.mirror.rstrip('/')}/{config.run_name}"
         self.copied_bytes = 0
-        # The modification time and size of each file that is not part of a checkpoint, when the
-        # file was last copied.
+        # The modification time and size that each file had when it was last copied. Files of
+        # checkpoints are not included.
         self._copied_along: dict[str, tuple[int, int]] = {}
         if isinstance(self._store, FolderStore) and (
             self._store.root.resolve() == self._run.resolve()
@@ -106,7 +106,7 @@ class Mirror:
                 checkpoint is fetched.
 
         Returns:
-            The step of the fetched checkpoint; None if none is complete and newer.
+            The step of the fetched checkpoint; None if no newer checkpoint is complete.
 
         Raises:
             OSError: the mirror cannot be read, or the run's folder cannot be written.
@@ -162,7 +162,7 @@ class Mirror:
     def _download_best(self, files: dict[int, list[str]], record: Record, target: Path) -> None:
         """Downloads the best checkpoint to a new folder, unless it is the newest one.
 
-        A damaged copy is removed again, because a run can be resumed without its best checkpoint.
+        If the best checkpoint is damaged, it is left out, because a run can be resumed without it.
         """
         best = find_best_step(record.progress["best"])
         if best == record.step or best not in files:
@@ -193,8 +193,8 @@ class Mirror:
         earlier step, and a fetched run must never continue from them.
 
         Args:
-            folder: contains the checkpoint in ``newest``, and possibly the best one in ``best``;
-                also used for temporary files
+            folder: a folder with the checkpoint in ``newest``, and possibly the best one in
+                ``best``; it is also used for temporary files
             step: the step of the checkpoint
             best: the step of the best checkpoint, or -1
 
@@ -264,7 +264,7 @@ def _put_in_place(folder: Path, step: int, run: Path) -> None:
         run: the folder of the run
     """
     ckpt = run / "ckpt"
-    for path in reversed(list_files(ckpt, step)):  # the rest of an incomplete checkpoint
+    for path in reversed(list_files(ckpt, step)):  # the remaining files of a damaged checkpoint
         path.unlink()
     best = folder / "ckpt" / "best"
     if best.is_dir():

@@ -60,9 +60,10 @@ class InputPosition:
             self._obstacle = find_outside_state(state.data.dataset)
 
     def describe(self) -> dict[str, Any]:
-        """Returns a description of the training data, which is the same on any devices.
+        """Returns a description of the training data; it does not depend on the devices.
 
-        Except for the folder, it must not have changed when a position is restored.
+        A saved position can be restored only if the description has not changed, except for the
+        folder.
         """
         config = self._state.config
         data = self._state.data
@@ -91,7 +92,8 @@ class InputPosition:
         data = self._state.data
         obstacle = self._obstacle
         if data.reader is None and self._is_filling_cache():
-            # A resumed run reads and drops at most one pass, which fills the cache again.
+            # No position is saved. A resumed run reads and drops at most one pass of the data, and
+            # fills the cache again.
             return []
         if obstacle is None:
             try:
@@ -119,7 +121,7 @@ class InputPosition:
         return self._caches and (has_snapshot(dataset) or bool(list_unfinished_caches(dataset)))
 
     def write(self, tensors: list[tf.Tensor], record: Record, prefix: Path) -> None:
-        """Writes the tensors of ``take``, and notes in the record whether they are complete."""
+        """Writes the tensors from ``take``, and notes in the record whether they are complete."""
         if tensors:
             tf.raw_ops.SaveV2(tensors=tensors, **_name_tensors(prefix, len(tensors)))
             record.input_saved = has_draws(prefix, self._state.data.dataset)
@@ -173,7 +175,7 @@ class InputPosition:
         restore_position(data.stream, position)
 
     def _find_obstacle(self, record: Record) -> str | None:
-        """Returns why the position of a record cannot be restored; None if it can."""
+        """Returns why the position in a record cannot be restored; None if it can be."""
         if not record.input_saved:
             return "no whole position could be saved"
         present = self.describe()
@@ -206,7 +208,7 @@ def _name_tensors(prefix: Path, count: int) -> dict[str, Any]:
 
 
 def find_outside_state(dataset: tf.data.Dataset) -> str | None:
-    """Returns why the position in a pipeline cannot be saved and restored; None if it can.
+    """Returns why the position in a pipeline cannot be saved and restored; None if it can be.
 
     A stage may keep state outside of the pipeline. TensorFlow refuses to save such a stage, but
     only once the stage is running. Another obstacle is a mixture (``sample_from_datasets``) of

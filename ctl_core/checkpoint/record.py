@@ -31,7 +31,7 @@ _USER_FILE = re.compile(rf"[^/\\]+-(?P<step>\d+){_TENSOR_FILE}")
 _ENGINE_FILE = re.compile(
     rf"(?:ckpt|input|statistics)-(?P<step>\d+)(?:-\d+)?(?:{_TENSOR_FILE}|\.json)"
 )
-# The names of the values that layers learn by ``adapt``.
+# The names of the values that layers learn in ``adapt``.
 LearnedName = Literal["vocabulary", "idf_weights", "bin_boundaries", "mean", "variance"]
 
 
@@ -141,7 +141,7 @@ def write_record(folder: Path, record: Record) -> None:
 def measure_files(folder: Path, step: int) -> dict[str, int]:
     """Returns the sizes in bytes of the files that contain the variables of a checkpoint.
 
-    The files of the position in the data and those of single replicas are left out, because a run
+    Files with the position in the data, and files of single replicas, are left out, because a run
     can be resumed without them.
 
     Returns:
@@ -167,7 +167,7 @@ def _compute_checksum(content: dict[str, Any]) -> str:
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """Reads the record of a checkpoint, and compares the sizes in it with those of the files.
+    """Reads the record of a checkpoint, and checks the sizes of the checkpoint's files.
 
     Records of engine 1.0 have neither a checksum nor sizes.
 
@@ -289,8 +289,8 @@ def find_best_step(best: dict[str, list[float]]) -> int:
     """Returns the step of the checkpoint that ``keep_best`` keeps, or -1.
 
     Args:
-        best: for each criterion, the best value, its step, and the number of evaluations since
-            then; see ``Criterion``
+        best: the best value of each criterion, the step of this value, and the number of later
+            evaluations; see ``Criterion``
     """
     steps = [int(step) for key, (_, step, _) in best.items() if key.startswith("keep_best=")]
     return max(steps, default=-1)

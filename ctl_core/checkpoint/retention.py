@@ -53,9 +53,10 @@ def keep_and_remove(state: State, record: Record, source: Path | None = None) ->
 def remove_orphans(folder: Path) -> None:
     """Removes the engine's files of checkpoints whose user's part the manager has deleted.
 
-    A checkpoint is kept as long as a user's part exists under any prefix, even one that the manager
-    does not delete. The record is removed first, so that a partly removed checkpoint does not
-    count. If a kill interrupts the removal, the remaining files are removed the next time.
+    A checkpoint is kept as long as its user's part exists. The user's part may have any prefix,
+    even one that the manager does not know and never deletes. The record is removed first, so that
+    a partly removed checkpoint is ignored. If a kill interrupts the removal, the remaining files
+    are removed the next time.
     """
     names = [name for name in list_names(folder) if name.endswith(".index")]
     kept = {name.removesuffix(".index").rpartition("-")[2] for name in names}
@@ -67,7 +68,7 @@ def remove_orphans(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes files that a killed process may have left: temporary files and an incomplete copy.
+    """Removes temporary files and a damaged copy that a killed process may have left.
 
     A damaged copy of the best checkpoint is removed only if the folder still contains the complete
     original, from which ``keep_best`` copies it again.

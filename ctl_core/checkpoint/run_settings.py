@@ -72,7 +72,7 @@ def _read_recorded(run: Path) -> Layer | None:
     """Returns the settings in the newest complete checkpoint; None if there are none."""
     folder = run / "ckpt"
     record = None
-    with contextlib.suppress(SetupError):  # an old engine wrote the record, without settings
+    with contextlib.suppress(SetupError):  # an incompatible engine wrote the record
         record = next(read_complete_records(folder), None)
     if record is None or not record.settings:
         return None

@@ -76,7 +76,7 @@ class Source:
 
 
 def choose_checkpoint(run: Path, name: CheckpointName) -> Source:
-    """Returns the checkpoint of a run that a command reads.
+    """Chooses which checkpoint of a run a command reads.
 
     Args:
         run: the folder of the run
@@ -123,7 +123,7 @@ def is_model(path: str) -> bool:
 
 
 def find_start(config: Config) -> Source | None:
-    """Returns the checkpoint that training resumes or forks from; None for a run from scratch.
+    """Returns the checkpoint that training resumes or forks from; None if it starts from scratch.
 
     Once a run has its own checkpoints, it resumes from them, so the sources that ``fork`` and
     ``init_from`` name may have been deleted.

@@ -26,8 +26,9 @@ _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
 class Store(Protocol):
-    """Storage for the files of one run. Paths are relative to its root, and contain slashes.
+    """Storage for the files of one run.
 
+    Paths are relative to the root of the storage, and use slashes.
     Every method raises an OSError if the storage cannot be reached, is full, or denies access.
     """
 
@@ -63,7 +64,7 @@ class FolderStore:
         shutil.copyfile(self.root / path, target)
 
     def upload(self, source: Path, path: str) -> None:
-        """Copies a file into the folder; after a kill, the file is complete or does not exist."""
+        """Copies a file into the folder; a kill never leaves an incomplete file at ``path``."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         # The name of the temporary file is fixed, so that kills leave at most one such file.
@@ -139,7 +140,7 @@ class FsspecStore:
 
 @contextlib.contextmanager
 def _raise_os_errors() -> Iterator[None]:
-    """Converts exceptions of a cloud's package, which may have any class, to OSError."""
+    """Converts all exceptions that a cloud's package may raise to OSError."""
     try:
         yield
     except OSError:
@@ -149,7 +150,7 @@ def _raise_os_errors() -> Iterator[None]:
 
 
 def find_local_path(mirror: str) -> Path | None:
-    """Returns the folder of a path or a ``file://`` URL; None for any other URL."""
+    """Returns the folder that a path or a ``file://`` URL refers to; None for any other URL."""
     path = mirror.removeprefix("file://")
     if _SCHEME.match(path):
         return None
@@ -167,7 +168,7 @@ def open_store(mirror: str, name: str) -> Store:
     """Opens the storage of a run in its mirror.
 
     Args:
-        mirror: the setting
+        mirror: the setting ``mirror``
         name: the name of the run, which is appended to the path
 
     Raises:

@@ -31,8 +31,8 @@ _LOOKUPS = (
     keras.layers.IntegerLookup,
     keras.layers.Discretization,
 )
-# A Normalization in a model does not count as a lookup, because its values are variables, which
-# every checkpoint contains.
+# The layers that can learn values. A Normalization is not one of the lookups: in a model, its
+# values are variables, which every checkpoint contains anyway.
 _LEARNING = (*_LOOKUPS, keras.layers.Normalization)
 
 
@@ -51,7 +51,7 @@ class Vocabularies:
 
     @functools.cached_property
     def learnt(self) -> dict[str, Learned]:
-        """The learned values of each layer, in JSON types; training does not change them."""
+        """The learned values of each layer, as JSON types; training does not change the values."""
         return {path: _read_learned(layer) for path, layer in self._layers.items()}
 
     def put_back(self, saved: dict[str, Learned], console: Console) -> None:

@@ -76,8 +76,8 @@ def _copy(trackable: Trackable) -> Trackable:
     """Returns the copy of an object of a checkpoint, without its children.
 
     The copy of a variable is a variable with the same name and shape in host memory. An object that
-    saves itself, such as a lookup table, is returned uncopied. The copy of any other object is an
-    empty node.
+    saves itself, such as a lookup table, cannot be copied and is returned itself. The copy of any
+    other object is an empty node.
     """
     variable = unwrap(trackable)
     if isinstance(variable, tf.Variable):
@@ -190,7 +190,7 @@ class Divergence:
 
         @tf.function(autograph=False)
         def compute_digests() -> list[tf.Tensor]:
-            """Returns the digests, int64[variables], for each replica of this process."""
+            """Returns int64[variables], the digests of all variables, for each local replica."""
             return [tf.stack(list(map(_digest, replica))) for replica in by_replica]
 
         self._compute_digests = compute_digests
@@ -199,13 +199,13 @@ class Divergence:
         """Compares the variables after a step.
 
         Raises:
-            RunError: a variable, which the message names, differs between two replicas.
+            RunError: a variable differs between two replicas; the message names the variable.
         """
         if not self._names:
             return
         local_digests = np.array([digests.numpy() for digests in self._compute_digests()])
         digests = self._cluster.gather(local_digests.ravel().tolist())
-        table = digests.reshape(-1, len(self._names))  # [replicas, variables]
+        table = digests.reshape(-1, len(self._names))  # shape [replicas, variables]
         differs = table != table[0]
         if not differs.any():
             return
@@ -243,7 +243,7 @@ def write_together(state: State, step: int) -> Iterator[None]:
     """Waits for all processes at the end of the context; if one process fails, all of them fail.
 
     Raises:
-        RunError: a file cannot be written, here or by another process.
+        RunError: this process or another process cannot write a file.
     """
     failure: Exception | None = None
     try:

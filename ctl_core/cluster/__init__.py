@@ -1,1 +1,1 @@
-"""Trains on several devices and processes: forms the cluster, and exchanges values within it."""
+"""Connects devices and processes, and exchanges values between them."""

@@ -20,7 +20,7 @@ _logical_replicas: int | None = None
 
 
 class _Thread(threading.local):
-    """The state of a thread, because each replica is traced in a separate thread."""
+    """State that is local to a thread; each replica is traced in a separate thread."""
 
     find_offset: Callable[[], tf.Tensor] | None = None
 
@@ -79,7 +79,7 @@ def num_replicas() -> int:
 
 
 def replica_id() -> int | tf.Tensor:
-    """Returns the index of this replica, from 0: an int if it is known in Python, or a tensor."""
+    """Returns the index of this replica, from 0: an int if known in Python, otherwise a tensor."""
     context = tf.distribute.get_replica_context()
     return 0 if context is None else context.replica_id_in_sync_group
 
@@ -124,7 +124,7 @@ def find_offset_in_share(rows: Count, rows_of_all: Count | None = None) -> tf.Te
         return replica * tf.cast(rows, tf.int32)
     rows_of_all = tf.cast(rows_of_all, tf.int32)
     size = rows_of_all // num_replicas()
-    longer = rows_of_all % num_replicas()  # the first replicas, which have one row more
+    longer = rows_of_all % num_replicas()  # how many of the first replicas have one more row
     # If there are fewer rows than replicas, each replica without rows has one placeholder row.
     return tf.where(size == 0, replica, replica * size + tf.minimum(replica, longer))
 

@@ -215,9 +215,8 @@ class RowWeighted(InnerContext):
 class LogicalReplica(InnerContext):
     """A context in which a device computes one of its logical replicas.
 
-    Hooks see the logical replica: its index, and the number of logical replicas. Variables see the
-    device, because they find their component by the attribute ``_replica_id``, which is that of the
-    device.
+    Hooks see the index of the logical replica, and the number of logical replicas. Variables use
+    the component of the device, which they find by the attribute ``_replica_id``.
 
     Raises:
         RefusedCall: a replica exchanges values.

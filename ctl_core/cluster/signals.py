@@ -21,7 +21,7 @@ from typing import TypeAlias
 SAME_SIGNAL = 1.0
 INTERRUPTED = 128 + signal.SIGINT
 
-_SIGUSR1 = getattr(signal, "SIGUSR1", None)  # Windows has no such signal
+_SIGUSR1 = getattr(signal, "SIGUSR1", None)  # Windows has no SIGUSR1
 
 # A handler that signal.signal accepts or returns; None if it was not installed from Python.
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
@@ -47,7 +47,11 @@ class Signals:
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        """``say`` is called with a line about the effect of a signal, in a separate thread."""
+        """Creates the context.
+
+        Args:
+            say: prints a line about the effect of a signal; it is called in a separate thread
+        """
         self.numbers: list[int] = []
         self.patience = 0.0
         self._say = say
@@ -103,7 +107,7 @@ class Signals:
         self._say(f"{text}.")
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked child, for example of multiprocessing
+        if os.getpid() != self._process:  # in a forked child process, as of multiprocessing
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             return

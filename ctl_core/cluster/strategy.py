@@ -25,8 +25,8 @@ def find_task(config: Config) -> Task:
     """Returns this process's place in the cluster that trains.
 
     Raises:
-        SetupError: this process is not one that trains, ``workers`` is set without the command
-            line, or the settings do not say how long to train.
+        SetupError: this process does not train, ``workers`` is set but training was not started
+            from the command line, or the settings do not say how long to train.
     """
     task = read_task(config)
     if task.kind != "worker":
@@ -55,7 +55,8 @@ def prepare(config: Config) -> Task:
     if config.intra_op_threads is not None:
         _fix_threads(config.intra_op_threads)
     # In a notebook, TensorFlow may already have started, and its GPUs may be divided. The devices
-    # then stay as they are. If there are fewer virtual devices than replicas, replicas share them.
+    # then stay as they are. If there are fewer virtual devices than replicas, replicas share
+    # devices.
     with contextlib.suppress(RuntimeError, ValueError):
         _choose_gpus(task, config.virtual_devices)
         if config.virtual_devices > 1:
@@ -157,7 +158,7 @@ def _list_devices(config: Config) -> list[str]:
 
 
 def read_peak_memory(devices: Sequence[str]) -> int | None:
-    """Returns the highest peak memory among the GPUs of a list of devices; None without a GPU.
+    """Returns the highest peak memory of a GPU among some devices, in bytes; None without a GPU.
 
     Args:
         devices: names of devices of this process
@@ -179,7 +180,7 @@ def has_joined() -> bool:
     return _join_cluster.cache_info().currsize > 0
 
 
-@functools.cache  # a second strategy would wait for the other processes, which do not join again
+@functools.cache  # a second call would wait for the other processes, which do not join again
 def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
     """Joins the cluster as the given task; returns the strategy of the cluster."""
     if task.chief:

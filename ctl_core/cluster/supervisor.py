@@ -84,7 +84,7 @@ def supervise(
     max_restarts: int = 3,
     peer_grace: float = PEER_GRACE,
 ) -> int:
-    """Starts workers, restarts them after a crash until they are done, and returns the exit code.
+    """Runs workers until they are done, with restarts after crashes; returns the exit code.
 
     No process of the cluster remains when this function ends, even if the supervisor is killed.
 
@@ -125,8 +125,8 @@ def supervise(
 def _list_crashed(codes: ExitCodes, workers: int) -> list[int]:
     """Returns the indices of the workers that crashed.
 
-    If all these workers report a lost peer, the peer is one of the workers that have not ended, so
-    the indices of these are returned, too.
+    If all of them report a lost peer, the peer is one of the workers that have not ended. The
+    indices of the workers that have not ended are then returned, too.
     """
     crashed = [index for index, code in codes.items() if code not in ORDERLY]
     if {codes[index] for index in crashed} == {PeerLost.exit_code}:
@@ -167,7 +167,7 @@ def start_workers(command: Sequence[str], folder: Path, workers: int) -> Iterato
                 **os.environ,
                 "TF_CONFIG": json.dumps(place),
                 PIPE: str(read_end),
-                # Without buffers, the log contains everything that was printed before a crash.
+                # Output is not buffered, so that the log is complete up to a crash.
                 "PYTHONUNBUFFERED": "1",
                 # With the same hash seed, all workers iterate over a set of strings, such as class
                 # names, in the same order.
@@ -188,7 +188,7 @@ def start_workers(command: Sequence[str], folder: Path, workers: int) -> Iterato
     finally:
         for worker in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)  # and all processes that the worker started
+                os.killpg(worker.pid, signal.SIGKILL)  # kills all processes of the worker
             worker.wait()
         os.close(read_end)
         os.close(write_end)

@@ -65,13 +65,17 @@ class LoopStatus:
     bad: int = 0
 
 
-# The fields of ``LoopStatus`` of which the lowest value counts. Of all other fields, it is the
-# highest value.
+# For these fields of ``LoopStatus``, the lowest value of all processes counts. For all other
+# fields, the highest value counts.
 _LOWEST = ("steps_per_call", "first")
 
 
 class Cluster:
-    """The processes of a run. Each process has such an object, with its own ``task``."""
+    """Exchanges values between this process and the other processes of a run.
+
+    Attributes:
+        task: this process in its cluster
+    """
 
     def __init__(self, strategy: tf.distribute.Strategy, task: Task) -> None:
         self.task = task
@@ -84,7 +88,7 @@ class Cluster:
             values: the integers of this process; every process must pass the same number of them
 
         Returns:
-            int64[processes, len(values)]
+            An array int64[processes, len(values)].
         """
         row = np.array(values, np.int64)
         if self.task.processes == 1:
@@ -156,7 +160,7 @@ class Cluster:
         return bool((self.gather([digest]) == digest).all())
 
     def share(self, text: str) -> list[str]:
-        """Returns the strings of all processes, by index, once every process has called this.
+        """Returns the strings of all processes, in order, once every process has called this.
 
         Unlike ``gather``, this method makes no graph call, so it works even if the processes have
         different numbers of devices. A call takes milliseconds, so use it only at the start of a
@@ -195,7 +199,7 @@ class Cluster:
         Args:
             facts: the facts of this process
             problem: the beginning of the message about a difference
-            cure: the end of the message, which says what to do
+            cure: the end of the message, with the remedy
             absent: the value to assume if a process lacks a fact; with None, the fact of this
                 process is not compared
 

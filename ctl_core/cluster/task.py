@@ -88,7 +88,7 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
 
 
 def _parse(text: str) -> Task:
-    """Reads the text of ``TF_CONFIG``; an empty text means a process without others."""
+    """Parses the value of ``TF_CONFIG``; an empty string means that this process is alone."""
     if not text:
         return Task()
     try:

@@ -1,8 +1,9 @@
 """The console output of a run: a live line on a terminal, plain lines elsewhere.
 
-The engine updates the live line after each graph call, no matter which hooks exist. Every message
-is also written to train.log through the standard logging module, and so is the progress line every
-ten seconds. Values are passed to the listeners of the run, see run/listeners.py.
+The engine updates the live line after each graph call, even if no hook reports anything. Every
+message is also written to train.log through the standard logging module. The progress line is
+written there every ten seconds. Values are passed to the listeners of the run, see
+run/listeners.py.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Console:
             self._print(f"warning: {text}")
 
     def create_sibling(self) -> Console:
-        """Returns a console without listeners that prints where this one prints."""
+        """Returns a console without listeners that prints to the same terminal as this one."""
         return Console(self._terminal, self._shown)
 
     def start(
@@ -122,14 +123,14 @@ class Console:
             self._progress.start()
 
     def advance(self, step: int, is_warm: bool = True) -> None:
-        """Records the step that a graph call has reached; the engine calls this after each one.
+        """Records the last step of a graph call; the engine calls this after every graph call.
 
         The live line refreshes itself. In the log, and without a terminal, a line is written every
         ``log_seconds``.
 
         Args:
             step: the last step of the call
-            is_warm: whether the speed includes this call; it excludes the first call of a graph
+            is_warm: whether the speed includes this call; False for the first call of a graph
         """
         self._step = step
         if self._meter is None:
@@ -143,7 +144,7 @@ class Console:
         self._put_new_line(step, "saved")
 
     def stop(self) -> None:
-        """Ends the progress line; without a terminal, prints it once more."""
+        """Ends the progress line; without a terminal, prints a last line."""
         has_trained = self._meter is not None and self._step > self._start
         # A terminal shows the line anyway, so it is only added to the log.
         if has_trained and (self._progress is not None or self._printed_step != self._step):
@@ -207,7 +208,7 @@ class Console:
         self._step = step
         if split == "train" and self._meter is not None:
             for key, number in shown_values.items():
-                self._values.pop(key, None)  # moves the name to the end, as the latest one
+                self._values.pop(key, None)  # moves the name to the end of the dict
                 self._values[key] = number
             return
         total = f"/{self._total}" if self._meter is not None else ""
@@ -219,7 +220,7 @@ class Console:
         self.say(line)
 
     def _make_line(self) -> ProgressLine:
-        """Returns the progress line as it is now."""
+        """Returns the current progress line."""
         line = ProgressLine(f"step {self._step}", values=format_values(self._choose_values()))
         if self._meter is None:
             return line

@@ -1,8 +1,8 @@
 """The engine's exceptions with their exit codes, and functions that format their messages.
 
 The engine raises only these exceptions on purpose. The message of each is a single line with the
-place, the problem, the expected value and the remedy. ``__main__`` prints the line and writes the
-traceback to train.log.
+place, the problem, the expected value and the remedy. ``__main__`` prints the line; the traceback
+is written to train.log.
 """
 
 import difflib
@@ -32,8 +32,8 @@ _PLACES = re.compile(
     r"|Exception encountered when calling [\w.]+\(\)\.\s*| with name 'None'",
     re.DOTALL,
 )
-# The beginnings of text that TensorFlow and Keras append to a message. It is a second message, or a
-# hint that is useless without the traceback.
+# TensorFlow and Keras append text to a message: a second message, or a hint that is useless without
+# the traceback. These are the beginnings of the appended text.
 _APPENDED = (
     "\n  (1) ",
     "Arguments received by ",
@@ -157,8 +157,8 @@ def format_error(error: BaseException, limit: int = 300) -> str:
 
     TensorFlow and Keras add stacks, node names and the arguments of a layer's call to a message.
     These additions are removed, because the traceback contains them as well. Exceptions have no
-    attributes for the additions, so patterns find them in the message. If TensorFlow changes the
-    form of an addition, the line only becomes longer.
+    attributes for the additions, so they are found with regular expressions. If TensorFlow changes
+    the form of an addition, the line only becomes longer.
 
     For a ``RefusedCall``, only the message is returned.
     """
@@ -167,7 +167,7 @@ def format_error(error: BaseException, limit: int = 300) -> str:
     if text.startswith("in user code:"):  # tf.data puts the stack before the message
         text = text.rpartition(f"    {kind}: ")[2]
     text, stack, _ = _PLACES.sub("", text).partition("Traceback (most recent call last):")
-    # Python code inside an op, such as tf.py_function, has raised the original exception.
+    # The original exception was raised by Python code inside an op, such as tf.py_function.
     if stack and re.match(r"\w+: ", text.lstrip()):
         kind, _, text = text.lstrip().partition(": ")
     for end in _APPENDED:
@@ -215,7 +215,7 @@ def find_code(function: Callable[..., Any]) -> types.CodeType | None:
 
 
 def locate(function: Callable[..., Any]) -> str:
-    """Returns where a function is defined, such as ``callbacks.py:12``, or its module's name."""
+    """Returns where a function is defined: a line such as ``callbacks.py:12``, or the module."""
     code = find_code(function)
     if code is None:
         return getattr(function, "__module__", None) or "callbacks"

@@ -21,7 +21,7 @@ LOCK = "pid"
 
 
 def relative_path(path: str | Path) -> str:
-    """Returns a path relative to the current folder if it is inside of it, otherwise absolute."""
+    """Returns a path, relative to the current folder if it is inside, otherwise absolute."""
     absolute = os.path.abspath(path)
     relative = os.path.relpath(absolute)
     if relative.split(os.sep)[0] == os.pardir:
@@ -30,9 +30,9 @@ def relative_path(path: str | Path) -> str:
 
 
 def is_stdout(path: Path) -> bool:
-    """Returns True if the standard output of this process is written to a file.
+    """Returns True if the standard output of this process is redirected to this file.
 
-    This is the case if train.sh runs in the background.
+    For example, the output of a run in the background is redirected to its train.log.
     """
     try:
         return os.path.samestat(os.fstat(1), path.stat())
@@ -121,7 +121,7 @@ def lock_file(file: IO[Any]) -> bool:
     """
     if fcntl is None:
         return True
-    for _ in range(3):  # another process that calls ``is_locked`` holds the lock for a moment
+    for _ in range(3):  # retries, because ``is_locked`` in another process locks for a moment
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -149,7 +149,7 @@ def lock_run(folder: Path) -> IO[str] | None:
         if not lock_file(file):
             file.close()
             return None
-        # The process that held the lock may have removed the file since it was opened here.
+        # The process that held the lock may have removed the file after this process opened it.
         if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
             file.truncate()
             file.write(f"{os.getpid()}\n")

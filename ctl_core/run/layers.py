@@ -56,7 +56,7 @@ class _Loader(yaml.SafeLoader):
     """Reads YAML, with ``1e-3`` as a number; rejects a name that occurs twice in a mapping.
 
     A few lines of YAML with nested aliases can expand to billions of values, or to infinitely many.
-    They are rejected, too.
+    Such files are rejected, too.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -158,7 +158,7 @@ def parse_settings(text: str, where: str) -> dict[str, SettingValue]:
 
 
 class EnvironmentSource(EnvSettingsSource):
-    """Reads ``CTL_*`` variables; empty ones are ignored.
+    """Reads ``CTL_*`` environment variables; ignores empty variables.
 
     ``CTL_HPARAMS`` contains all hyperparameters as YAML, ``CTL_HPARAMS__WIDTH`` a single value.
     """
@@ -283,7 +283,7 @@ def merge_hparams(
 
 
 def _as_dict(value: SettingValue) -> dict[str, SettingValue]:
-    """Returns a value if it is a dict, otherwise an empty one."""
+    """Returns a value if it is a dict, otherwise an empty dict."""
     if isinstance(value, dict):
         return value
     return {}

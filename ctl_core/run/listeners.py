@@ -248,7 +248,7 @@ class TrainingLog(Listener):
 
     def _append(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            if file.tell() == 0:  # a new file
+            if file.tell() == 0:  # the file is new
                 file.write("# Training log\n")
             file.write(text)
 

@@ -64,7 +64,7 @@ def keep_outputs() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is ``number``
     sys.stdout = _wrap(sys.stdout, 1)
     sys.stderr = _wrap(sys.stderr, 2)
 

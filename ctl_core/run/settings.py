@@ -65,7 +65,7 @@ _Time = Annotated[str, Field(pattern=f"^{TIME}$")]
 
 
 def _check_name(name: str) -> str:
-    """Rejects a name that a folder directly in ``runs_dir`` cannot have."""
+    """Rejects a name that is not suitable for a folder in ``runs_dir``."""
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
         return name
     wrong = re.search(r"[^A-Za-z0-9._-]", name)
@@ -212,7 +212,7 @@ class Config:
                 raise SetupError(f"logical_replicas: {problem}")
 
     def _find_problem_of_logical_replicas(self) -> str | None:
-        """Returns which setting cannot be combined with ``logical_replicas``, and what to do."""
+        """Returns which setting conflicts with ``logical_replicas``, and a remedy; None if none."""
         if self.logical_replicas is not None and self.logical_replicas > self.batch_size:
             return (
                 f"{self.logical_replicas} logical replicas cannot share a batch of "
@@ -241,7 +241,7 @@ class Config:
         """Converts a single pattern, as in ``CTL_INIT_SKIP='head/*'``, to a list."""
         if isinstance(value, str):
             return [value]
-        if value == [None]:  # from --init-skip null
+        if value == [None]:  # the value of ``--init-skip null``
             return None
         return value
 
@@ -279,7 +279,7 @@ class Config:
     def remove_periods(self) -> Self:
         """Returns a copy of the settings without an end of training and without periods.
 
-        The steps in an epoch need not be counted for the copy.
+        In the copy, ``counts_epochs`` is False.
         """
         no_periods: dict[str, Any] = dict.fromkeys(PERIODS, 0)
         return dataclasses.replace(self, steps=None, epochs=None, max_time=None, **no_periods)
@@ -314,7 +314,7 @@ _EXPECTED = {
 
 
 def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
-    """Returns one line about the first invalid setting: its name, the expected and actual value."""
+    """Returns one line about the first invalid setting: its name, value and expected value."""
     wrong = error.errors(include_url=False)[0]
     name = str(wrong["loc"][0])
     details = wrong.get("ctx", {})
