@@ -143,8 +143,8 @@ class Mirror:
     def _list_checkpoints(self) -> dict[int, list[str]]:
         """Returns the checkpoint files in the mirror by step.
 
-        Files whose names are not those of a checkpoint are left out. This ensures that a fetched
-        file is never written outside of the run's folder.
+        Files with other names are left out. This ensures that a fetched file is never written
+        outside of the run's folder.
         """
         return group_by_step(self._store.list_names("ckpt"), self._store.list_names("ckpt/engine"))
 

@@ -123,7 +123,7 @@ def find_user_part(folder: Path, step: int) -> Path:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Writes the record of a checkpoint, after all its other files.
+    """Writes the record of a checkpoint; all other files must have been written before.
 
     The record is written completely or not at all. All files are flushed to the disk, so that a
     power cut causes no more damage than a kill.
@@ -174,7 +174,8 @@ def read_record(folder: Path, step: int) -> Record:
     Raises:
         Damaged: the record cannot be read or belongs to another step, or a file of the checkpoint
             is incomplete.
-        SetupError: another version of the engine wrote the record, and this one could misread it.
+        SetupError: another version of the engine wrote the record, and this version could misread
+            it.
     """
     path = folder / "engine" / f"ckpt-{step}.json"
     try:

@@ -129,8 +129,8 @@ def find_start(config: Config) -> Source | None:
     ``init_from`` name may have been deleted.
 
     Raises:
-        SetupError: ``fork`` or ``init_from`` names something that does not exist, or ``fork``
-            names another run than the one that this run was forked from.
+        SetupError: ``fork`` or ``init_from`` names something that does not exist, or this run has
+            checkpoints but was not forked from the run that ``fork`` names.
     """
     if config.run_name is not None:
         run = Path(config.runs_dir, config.run_name).absolute()

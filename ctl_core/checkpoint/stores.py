@@ -140,7 +140,7 @@ class FsspecStore:
 
 @contextlib.contextmanager
 def _raise_os_errors() -> Iterator[None]:
-    """Converts all exceptions that a cloud's package may raise to OSError."""
+    """Raises an OSError in place of any other exception of a cloud's package."""
     try:
         yield
     except OSError:

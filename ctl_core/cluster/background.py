@@ -86,7 +86,7 @@ def start(argv: Sequence[str], folder: Path) -> int:
             stderr=log,
             env={**os.environ, PIPE: str(write_end), "PYTHONUNBUFFERED": "1"},
             pass_fds=(write_end,),
-            start_new_session=True,  # so Ctrl-C and the end of the terminal do not reach it
+            start_new_session=True,  # Ctrl-C and the end of the terminal do not reach the process
         )
     os.close(write_end)
     try:
@@ -113,6 +113,6 @@ def start(argv: Sequence[str], folder: Path) -> int:
         return 0
     text = message.decode() or f"error: training ended before its first step; see {shown}/train.log"
     print(text, file=sys.stderr, flush=True)
-    if code < 0:  # ended by a signal
+    if code < 0:  # a signal ended the process
         return 128 - code
     return code

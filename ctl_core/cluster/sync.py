@@ -1,4 +1,4 @@
-"""Shares values between the processes of a run, between two graph calls.
+"""Shares values among the processes of a run, between two graph calls.
 
 Every process of a cluster must make the same sequence of graph calls. Otherwise, a collective of
 one process would wait forever for the others. So if only one process knows a fact, such as a
@@ -31,8 +31,8 @@ _UNLIKE = re.compile("mismatch in the collective|is joining a group with size")
 # (seconds), and the number of failed checks in a row after which the process is considered lost.
 _WAIT = 2.0
 _MOST_SILENT = 3
-# Numbers the strings that the processes share. A string has the same number on all processes,
-# because they share their strings in the same order.
+# Counts the strings that the processes share. A string has the same number on all processes,
+# because all processes share their strings in the same order.
 _numbers = itertools.count()
 
 
@@ -224,7 +224,7 @@ def _check_equal(subject: str, column: np.ndarray, step: int) -> None:
 
 @contextlib.contextmanager
 def join_peers(task: Task) -> Iterator[None]:
-    """Converts the errors that TensorFlow raises if another process is gone to ``PeerLost``."""
+    """Raises ``PeerLost`` in place of TensorFlow's errors if another process is gone."""
     try:
         yield
     except (tf.errors.OpError, CtlError) as error:
