@@ -1,7 +1,7 @@
-"""Takes the settings that determine the bits of a run from its record, before TensorFlow starts.
+"""Reads the settings that determine a run's bits from its record, before TensorFlow starts.
 
-The order in which a CPU kernel adds depends on the number of threads. A run with logical replicas
-therefore keeps the number of threads of its first start, on every machine.
+The order in which a CPU kernel adds numbers depends on the number of threads. A run with logical
+replicas therefore uses the number of threads of its first start on every machine.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ from ctl_core.run.settings import Config
 
 
 def settle_logical_replicas(config: Config, source: Source | None) -> Config:
-    """Returns the settings, with the logical replicas and the threads of the run that is resumed.
+    """Returns the settings, with the logical replicas and the threads of a resumed run.
 
-    A new run with logical replicas gets as many threads as there are cores, unless
+    A new run with logical replicas uses as many threads as there are cores, unless
     ``intra_op_threads`` is set.
 
     Args:
@@ -25,7 +25,8 @@ def settle_logical_replicas(config: Config, source: Source | None) -> Config:
         source: the checkpoint that the run starts from; None if it starts from scratch
 
     Raises:
-        SetupError: the run was begun with another number of logical replicas or of threads.
+        SetupError: the settings differ from the logical replicas or threads that the run began
+            with.
     """
     if source is not None and source.setting == "run_name":
         record = next(read_complete_records(source.folder), None)
@@ -40,7 +41,7 @@ def _take_from_record(config: Config, record: Record, run: str) -> Config:
     """Returns the settings of a resumed run, completed from its record.
 
     Raises:
-        SetupError: a given setting differs from the record.
+        SetupError: a setting differs from its value in the record.
     """
     if config.logical_replicas not in (None, record.logical_replicas):
         began = "without"

@@ -1,9 +1,9 @@
-"""Which process of a cluster this one is, by ``TF_CONFIG``; and the wait for the others.
+"""Reads this process's place in a cluster from ``TF_CONFIG``, and waits for the other processes.
 
-The supervisor of ``--workers`` sets ``TF_CONFIG`` for its workers; elsewhere the files of launch/
-do, or the cluster itself. The form is TensorFlow's: ``{"cluster": {"worker": ["host1:2222",
-"host2:2222"]}, "task": {"type": "worker", "index": 0}}``. Only the entry ``"shares_gpus": true`` is
-the engine's.
+The supervisor of ``--workers`` sets ``TF_CONFIG`` for its workers. In other clusters, the files in
+launch/ or the cluster itself set it. The format is defined by TensorFlow: ``{"cluster": {"worker":
+["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}``. The engine adds only the
+entry ``"shares_gpus": true``.
 """
 
 import dataclasses
@@ -18,14 +18,15 @@ from typing import Literal
 from ctl_core.run.errors import PeerLost, SetupError, make_line
 from ctl_core.run.settings import Config
 
-# How long a process waits for the others without a message (seconds).
+# The time that a process waits for the others before it prints a message (seconds).
 PATIENCE = 10.0
-# How long it waits at most, once all of them have answered, until their GPUs have started.
+# The maximum time that a process waits for the others to start their GPUs, after all processes have
+# answered (seconds).
 JOIN_SECONDS = 60.0
-# How long it waits at most until all of them have answered.
+# The maximum time that a process waits until all other processes have answered (seconds).
 LONGEST = 600.0
-# The process that an error of TensorFlow names. Errors of heartbeats go to process 0, and may not
-# name it.
+# Matches the number of the lost process in an error of TensorFlow. Heartbeats are sent to process
+# 0, and an error about them may not contain its number.
 _LOST = re.compile(r"(?:timed out task names:|reported from|remote target)\s+/job:\S+/task:(\d+)")
 
 
@@ -37,7 +38,7 @@ class Task:
         processes: the number of processes that train together
         index: the number of this process, from 0; number 0 is the chief
         addresses: the address of each process, host:port
-        kind: the job of this process; only a worker is one of ``processes``
+        kind: the job of this process; ``processes`` counts only workers
         shares_gpus: whether all processes are on this machine and share its GPUs
     """
 
@@ -49,11 +50,11 @@ class Task:
 
     @property
     def chief(self) -> bool:
-        """Whether this process prints, writes summaries and keeps the checkpoints."""
+        """True if this process prints, writes summaries and keeps the checkpoints."""
         return self.index == 0
 
     def describe(self, index: int) -> str:
-        """Names a process, such as ``process 1 at host2:2222``."""
+        """Returns a description of a process, such as ``process 1 at host2:2222``."""
         return f"process {index} at {self.addresses[index]}"
 
 
@@ -67,8 +68,8 @@ def count_cores() -> int:
 def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
     """Reads this process's place in the cluster.
 
-    A chief, once called master, is process 0. With a strategy of one process, ``TF_CONFIG`` is
-    ignored.
+    If the cluster has a chief (formerly called master), it is process 0. If the setting
+    ``strategy`` uses only one process, ``TF_CONFIG`` is ignored.
 
     Raises:
         SetupError: ``TF_CONFIG`` cannot be read, or the settings do not fit it.
@@ -87,11 +88,11 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
 
 
 def _parse(text: str) -> Task:
-    """Reads the text of ``TF_CONFIG``; an empty text means a process without others."""
+    """Parses the value of ``TF_CONFIG``; an empty string means that this process is alone."""
     if not text:
         return Task()
     try:
-        content = json.loads(text.replace('"master"', '"chief"'))  # as Estimators called it
+        content = json.loads(text.replace('"master"', '"chief"'))  # the old name of the chief
         job = content["task"]["type"]
         index_in_job = int(content["task"]["index"])
         if job in ("evaluator", "ps"):
@@ -112,7 +113,10 @@ def _parse(text: str) -> Task:
 
 
 def describe_loss(task: Task, error: BaseException | None) -> str:
-    """Returns a message about a lost process, with its name if the error has it, and the cure."""
+    """Returns a message about a lost process, which says how to continue.
+
+    The message names the process if the error contains its number.
+    """
     text = str(error)
     lost = _LOST.search(text)
     if lost is not None:
@@ -127,8 +131,8 @@ def describe_loss(task: Task, error: BaseException | None) -> str:
 def describe_exposure(task: Task) -> str:
     """Returns a line about the ports of a cluster, which TensorFlow cannot protect.
 
-    Its gRPC servers listen on all network interfaces. Whoever reaches one may read and write files,
-    and thereby run programs, with the rights of the process.
+    TensorFlow's gRPC servers listen on all network interfaces. Anyone who can connect to a server
+    can read and write files, and thereby run programs, with the rights of the process.
     """
     if task.shares_gpus:
         return "cluster: its ports have no password; train in trusted networks only (SECURITY.md)."
@@ -141,10 +145,12 @@ def describe_exposure(task: Task) -> str:
 def wait_for_others(task: Task) -> None:
     """Waits until every other process of the cluster has listened on its address.
 
-    TensorFlow's own wait reacts neither to Ctrl-C nor to SIGTERM, and names nobody.
+    TensorFlow would also wait, but it would ignore Ctrl-C and SIGTERM, and would not say which
+    processes are missing.
 
     Raises:
-        PeerLost: others have not answered after ``LONGEST``, or this process's port is taken.
+        PeerLost: a process has not answered after ``LONGEST`` seconds, or this process's port is
+            taken.
     """
     start = time.monotonic()
     is_reported = False
@@ -178,7 +184,8 @@ def wait_for_chief(task: Task, measure: Callable[[], int]) -> None:
         measure: returns a number that changes while the chief fetches the run
 
     Raises:
-        PeerLost: the chief has not answered, and the number has not changed, for ``LONGEST``.
+        PeerLost: the chief has not answered, and the number has not changed, for ``LONGEST``
+            seconds.
     """
     start = time.monotonic()
     last_change = start
@@ -198,7 +205,7 @@ def wait_for_chief(task: Task, measure: Callable[[], int]) -> None:
 
 
 def _listen(address: str) -> socket.socket:
-    """Listens on the port of an address, on every interface, as TensorFlow will."""
+    """Listens on the port of an address, on every network interface, as TensorFlow does later."""
     port = int(address.rpartition(":")[2])
     has_dual_stack = socket.has_dualstack_ipv6()
     try:

@@ -1,7 +1,7 @@
 """Declares the settings: each is a field of ``Config``, with its type, range, default and help.
 
-Flags, variables and messages are derived from these fields. TensorFlow is not imported here, so
-that a misspelt flag is reported at once.
+Flags, environment variables and error messages are derived from these fields. TensorFlow is not
+imported here, because its import takes seconds, and a misspelled flag should be reported at once.
 """
 
 import dataclasses
@@ -31,27 +31,28 @@ _SECONDS = {"h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
 
 
 def parse_seconds(text: int | str | None) -> float | None:
-    """Returns the seconds of a text such as 7h30m, 10min or 90s; None for anything else."""
+    """Converts a string such as 7h30m, 10min or 90s to seconds; returns None for anything else."""
     if not isinstance(text, str) or not re.fullmatch(TIME, text):
         return None
     return sum(int(count) * _SECONDS[unit] for count, unit in re.findall("([0-9]+)([a-z]+)", text))
 
 
 def check_path(text: str) -> str:
-    """Refuses a URL, where there are no locks and no renames, and an empty text."""
-    if re.match(r"\s*$|[A-Za-z][A-Za-z0-9+.-]+:/", text):  # of one slash, as pathlib writes it
+    """Rejects an empty string, and a URL, because remote storage has no locks and no renames."""
+    if re.match(r"\s*$|[A-Za-z][A-Za-z0-9+.-]+:/", text):  # pathlib shortens // to one slash
         raise ValueError(f"expected a path in the file system, got {quote(text)}.")
     return text
 
 
 def check_mirror(text: str) -> str:
-    """Refuses an empty text; any other text is a URL or a path."""
+    """Rejects an empty string; any other string is a URL or a path."""
     if not text.strip():
         raise ValueError(f"expected a URL or a path, got {quote(text)}.")
     return text
 
 
-# A value as a source gives it: a number, a text, or lists and dicts of such values.
+# The value of a setting in a file, a variable or a flag: a number, a string, or lists and dicts of
+# numbers and strings.
 SettingValue: TypeAlias = Any
 
 Count = Annotated[int, Field(ge=0)]
@@ -64,7 +65,7 @@ _Time = Annotated[str, Field(pattern=f"^{TIME}$")]
 
 
 def _check_name(name: str) -> str:
-    """Refuses a name that cannot be that of a folder directly in ``runs_dir``."""
+    """Rejects a name that is not suitable for a folder in ``runs_dir``."""
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
         return name
     wrong = re.search(r"[^A-Za-z0-9._-]", name)
@@ -88,8 +89,9 @@ _Precision = Literal["float32", "bfloat16", "float16"]
 _Schedule = Literal["constant", "cosine", "linear", "step", "exponential"]
 _Strategy = Literal["auto", "one_device", "mirrored", "multi_worker"]
 
-# The settings that are a period: a number of steps (0: never) or of epochs, ``ckpt_every`` also a
-# time. The graph is left after each period. A run that is only evaluated has none.
+# The settings that are periods: a number of steps (0: never) or of epochs. ``ckpt_every`` can also
+# be a time. Training leaves the graph after each period. A run that is only evaluated has no
+# periods.
 PERIODS = ("ckpt_every", "eval_every")
 
 
@@ -100,20 +102,24 @@ def declare(default: SettingValue, text: str, *examples: str, **limits: Any) -> 
         default: the default
         text: a line of help
         examples: values that messages show as examples
-        limits: the range, by the names that pydantic has for its ends, such as ``ge``
+        limits: the limits of the range, by the names that pydantic uses, such as ``ge``
 
     Returns:
-        A pydantic field, typed as Any because it stands for a value of the setting.
+        A pydantic field. The annotation is Any, because the field is assigned to attributes of all
+        types.
     """
     return Field(default, description=text, examples=list(examples), **limits)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Config:
-    """Settings of a run; numbers of NumPy become Python's, and paths become texts.
+    """The settings of a run.
+
+    NumPy numbers are converted to Python numbers, and paths to strings.
 
     Raises:
-        SetupError: a value, or a combination, is impossible; the message names setting and value.
+        SetupError: a value, or a combination of values, is invalid. The message names the setting
+            and the value.
     """
 
     steps: Count | None = declare(None, "train until this step, counted from the run's start")
@@ -206,7 +212,7 @@ class Config:
                 raise SetupError(f"logical_replicas: {problem}")
 
     def _find_problem_of_logical_replicas(self) -> str | None:
-        """Returns which setting cannot be combined with ``logical_replicas``, and what to do."""
+        """Returns which setting conflicts with ``logical_replicas``, and a remedy; None if none."""
         if self.logical_replicas is not None and self.logical_replicas > self.batch_size:
             return (
                 f"{self.logical_replicas} logical replicas cannot share a batch of "
@@ -222,7 +228,7 @@ class Config:
     @field_validator("*", mode="before")
     @classmethod
     def _make_plain(cls, value: SettingValue) -> SettingValue:
-        """Turns paths into texts, and numbers of NumPy into Python's."""
+        """Converts paths to strings, and NumPy numbers to Python numbers."""
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if hasattr(value, "item"):
@@ -232,10 +238,10 @@ class Config:
     @field_validator("init_skip", mode="before")
     @classmethod
     def _make_list(cls, value: SettingValue) -> SettingValue:
-        """Takes a single pattern, too, as in ``CTL_INIT_SKIP='head/*'``."""
+        """Converts a single pattern, as in ``CTL_INIT_SKIP='head/*'``, to a list."""
         if isinstance(value, str):
             return [value]
-        if value == [None]:  # from --init-skip null
+        if value == [None]:  # the value of ``--init-skip null``
             return None
         return value
 
@@ -251,12 +257,18 @@ class Config:
 
     @property
     def keeps_last_batch(self) -> bool:
-        """Whether a smaller batch is kept; of the first batches alone, none is smaller."""
+        """True if a smaller last batch is kept.
+
+        With ``overfit_batches``, no batch is smaller, because only the first batches are used.
+        """
         return self.last_batch == "keep" and not self.overfit_batches
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether training needs the number of steps in an epoch, which takes a pass to count."""
+        """True if training needs the number of steps in an epoch.
+
+        Counting them takes a pass over the training data.
+        """
         if self.keeps_last_batch and self.steps is not None:
             return True
         periods = (getattr(self, name) for name in PERIODS)
@@ -265,13 +277,17 @@ class Config:
         )
 
     def remove_periods(self) -> Self:
-        """Returns settings without an end and without periods, for which no epoch is counted."""
+        """Returns a copy of the settings without an end of training and without periods.
+
+        In the copy, ``counts_epochs`` is False.
+        """
         no_periods: dict[str, Any] = dict.fromkeys(PERIODS, 0)
         return dataclasses.replace(self, steps=None, epochs=None, max_time=None, **no_periods)
 
 
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
-# Settings of engines before 1.0. They are ignored in the config.yaml of a run of such an engine.
+# The settings of engines before 1.0 that no longer exist. If such an engine began a run, they are
+# ignored in the run's config.yaml.
 RETIRED = frozenset(
     {
         "cluster",
@@ -286,7 +302,7 @@ RETIRED = frozenset(
         "wait_for_workers",
     }
 )
-# The expected value, by the beginning of the name of pydantic's error.
+# Descriptions of the expected value, by the beginning of the type of pydantic's error.
 _EXPECTED = {
     "bool": "true or false",
     "int": "a whole number",
@@ -298,13 +314,13 @@ _EXPECTED = {
 
 
 def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
-    """Returns one line on the first wrong setting: its name, the expected value, and its value."""
+    """Returns one line about the first invalid setting: its name, value and expected value."""
     wrong = error.errors(include_url=False)[0]
     name = str(wrong["loc"][0])
     details = wrong.get("ctx", {})
     if name not in settings:
         return f"{name}: there is no setting {quote(name)}{suggest(name, settings)}"
-    if "error" in details:  # raised by a validator of ours
+    if "error" in details:  # a validator of this module has raised the error
         return f"{name}: {details['error']}"
     kinds = (words for kind, words in _EXPECTED.items() if wrong["type"].startswith(kind))
     other = wrong["msg"].replace("Input should be", "expected").removeprefix("expected ")
