@@ -43,10 +43,10 @@ _APPENDED = (
 # The cures of mistakes in graph hooks that Python and TensorFlow name without one.
 _CURES = {
     r"object has no attribute 'numpy'": (
-        "in a graph, a tensor has no value: use TensorFlow ops, or a host hook"
+        "a tensor in a graph has no value: use TensorFlow ops, or do it in a host hook"
     ),
     r"label value of -?\d+ which is outside the valid range": (
-        "the model needs an output for each class, and labels count from 0"
+        "the model needs one output per class, and labels start at 0"
     ),
 }
 
