@@ -295,7 +295,7 @@ def _await_run(config: Config) -> Command:
     deadline = time.monotonic() + LONGEST
     while not (run / "config.yaml").is_file():
         if time.monotonic() > deadline:
-            raise PeerLost(f"after {LONGEST:.0f} s, there is no run to evaluate: {run}")
+            raise PeerLost(f"no run to evaluate appeared at {run} within {LONGEST:.0f} s")
         time.sleep(0.2)
     return parse_command(["evaluate", run.name, "--watch", f"--runs-dir={config.runs_dir}"])
 

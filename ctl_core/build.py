@@ -245,7 +245,8 @@ class _Builder:
         if config.logical_replicas is not None and replicas > config.logical_replicas:
             raise SetupError(
                 f"logical_replicas: {replicas} devices cannot share {config.logical_replicas} "
-                "logical replicas; take fewer devices, or begin a run with more logical replicas."
+                "logical replicas; use fewer devices, or start a run with more logical "
+                "replicas."
             )
         shape = BatchShape(
             config.batch_size,
@@ -293,10 +294,10 @@ class _Builder:
         if is_scheduled:
             reason = "does not use lr"
             if lr is not rate:
-                reason = "gives the optimizer a schedule of its own"
-            self.console.warn(f"lr_schedule and warmup change nothing: create_opt {reason}.")
+                reason = "gives the optimizer its own schedule"
+            self.console.warn(f"lr_schedule and warmup have no effect: create_opt {reason}.")
         elif not rate.is_used and config.learning_rate != SETTINGS["learning_rate"].default:
-            self.console.warn("learning_rate changes nothing: create_opt does not use lr.")
+            self.console.warn("learning_rate has no effect: create_opt does not use lr.")
         return None
 
     def _create_ckpt(
@@ -310,8 +311,8 @@ class _Builder:
         hook = self.hooks.create_ckpt
         if self.config.keep != SETTINGS["keep"].default and "config" not in hook.arguments:
             raise SetupError(
-                f"keep: {hook} does not use it; write max_to_keep=config.keep there, and name "
-                "config among the arguments."
+                f"keep: {hook} does not use it; add the argument config, and pass "
+                "max_to_keep=config.keep."
             )
         prepare_list(self.run.ckpt)
         return self._create(
@@ -486,8 +487,8 @@ class _Builder:
             is_shared = id(variable) not in max_stretch and not is_sum
             if is_shared and has_replicas and variable.dtype == tf.string:
                 raise self.hooks.create_model.reject(
-                    f"the forward pass writes {name_variable(variable)}, a variable of dtype "
-                    "string, which replicas cannot exchange; write a number instead."
+                    f"the forward pass assigns {name_variable(variable)}, a string variable, "
+                    "which replicas cannot exchange; use a number instead."
                 )
             written.append(WrittenVariable(variable, max_stretch.get(id(variable)), is_shared))
         return tuple(written)
@@ -505,8 +506,9 @@ class _Builder:
         hook = hooks.create_opt
         if hooks.turns and self.config.accumulate_steps > 1:
             raise SetupError(
-                f"accumulate_steps: {self.config.accumulate_steps} micro-batches cannot go with "
-                "turns, in which several updates are made on one batch; leave one of the two out."
+                f"accumulate_steps: {self.config.accumulate_steps} micro-batches cannot be "
+                "combined with turns, which make several updates on one batch; use only one "
+                "of the two."
             )
         with self.recording.record_as("create_opt"):
             optimizer = hook(lr=rate, train_model=forward.train_model)
@@ -539,7 +541,10 @@ class _Builder:
         if isinstance(iterations, keras.Variable):
             is_created_here = self.strategy.extended.variable_created_in_scope(unwrap(iterations))
             if not is_created_here:
-                raise hook.reject("returned an optimizer that was made before; make it there.")
+                raise hook.reject(
+                    "returned an optimizer that was created before the call; "
+                    "create it inside the hook."
+                )
         build = getattr(optimizer, "build", None)
         if callable(build) and not getattr(optimizer, "built", False):
             call_made(hook, build, variables)
@@ -617,8 +622,8 @@ def find_untrainable(
     """
     if not variables:
         return (
-            "no trainable_vars: nothing to train; Keras knows the variables that add_weight and "
-            "layers of __init__ or build make, and no tf.Variable"
+            "there is nothing to train: Keras tracks variables that are created by "
+            "add_weight, or by layers assigned in __init__ or build, but no plain tf.Variable"
         )
     for variable in variables:
         reason = _explain_untrainable(variable, strategy)
@@ -632,11 +637,11 @@ def _explain_untrainable(variable: Variable, strategy: tf.distribute.Strategy) -
     is_created_here = strategy.extended.variable_created_in_scope
     if strategy.num_replicas_in_sync > 1 and not is_created_here(unwrap(variable)):
         return (
-            "was made outside of the hooks, so the replicas have no copies of it; make it in "
-            "create_model"
+            "was created outside the hooks, so the replicas have no copies of it; create it "
+            "in create_model"
         )
     if tf.as_dtype(variable.dtype) == tf.float16:
-        return "is in float16, in which most updates are lost; use mixed_float16"
+        return "has the dtype float16, in which most updates are rounded away; use mixed_float16"
     if getattr(variable, "overwrite_with_gradient", False):  # quantize("float8") sets this
-        return "is overwritten with its gradient, which replicas cannot sum"
+        return "has a gradient that overwrites it, and replicas cannot add up such gradients"
     return None

@@ -18,7 +18,9 @@ from ctl_core.model.state import State
 from ctl_core.run.errors import HookFailed, NotCompilable, SetupError
 from ctl_core.run.files import relative_path
 
-_BEGUN_WITHOUT = "the run was begun so, and compiled steps would draw other random numbers"
+_BEGUN_WITHOUT = (
+    "the run was started without it, and compiled steps would draw other random numbers"
+)
 
 
 def choose_functions(
@@ -61,7 +63,7 @@ def _choose_automatically(
     elif is_on_gpu(state.strategy):
         reason = _find_reason_against_new(state)
     else:
-        reason = "it trains on a CPU"
+        reason = "training runs on a CPU"
     if reason is None:
         parts = find_compilation(state.components, state.data)
         functions = StepFunctions(state, summaries, parts)
@@ -75,9 +77,9 @@ def _choose_automatically(
     if not is_new:
         name = relative_path(state.run_dir)
         raise SetupError(
-            f"jit_compile: {name} is compiled by XLA, which cannot be done here: {reason}. Begin "
-            f"another run from it, with other random numbers: --fork {name}; or begin one with "
-            "--no-jit-compile, which trains the same everywhere."
+            f"jit_compile: {name} is compiled by XLA, which is impossible here: {reason}. "
+            f"Start another run from it, with other random numbers: --fork {name}; or start "
+            "one with --no-jit-compile, which trains the same weights everywhere."
         )
     state.compilation = CompilationChoice(Compilation.NOTHING, reason)
     return StepFunctions(state, summaries, Compilation.NOTHING)
@@ -107,7 +109,7 @@ def _find_reason_against_new(state: State) -> str | None:
     if shape.logical_replicas is not None:
         return "logical_replicas is set"
     if shape.replicas > 1:
-        return "it trains on several replicas"
+        return "there are several replicas"
     return find_varying_shape(shape, state.data.dataset.element_spec)
 
 
@@ -147,7 +149,7 @@ def explain_for_gpu(state: State) -> str:
         reason = find_obstacle(state, StepFunctions(state, writer, Compilation.STEP))
     if reason is not None:
         return f"not compiled on a GPU: {reason}"
-    text = "as traced on a CPU, XLA can compile the step"
+    text = "XLA can compile the step as it was traced on a CPU"
     recurrent = list_cudnn_layers(state.recording.layers)
     if recurrent:
         text += (

@@ -25,12 +25,12 @@ _LOWERING_FAILED = "ValueError: Failed getting HLO text: '"
 _NODE = re.compile(r"\{\{node ([^{}]+)\}\}")
 # The types of ops that XLA cannot compile if ops have to be deterministic, even on a CPU.
 _NOT_DETERMINISTIC = frozenset({"MaxPoolGrad", "MaxPool3DGrad"})
-_CUDNN_CURE = "; create its layer with use_cudnn=False, and it can"
+_CUDNN_CURE = "; create its layer with use_cudnn=False, which XLA can compile"
 
 
 NOT_COMPILABLE = (
-    "jit_compile compiles no tf.summary and no exchange of replicas; leave that out, or train with "
-    "--no-jit-compile"
+    "jit_compile cannot compile tf.summary or exchanges between replicas; leave these out, or "
+    "train with --no-jit-compile"
 )
 
 

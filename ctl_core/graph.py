@@ -75,7 +75,7 @@ def find_varying_shape(shape: BatchShape, element_spec: BatchSpec) -> str | None
         if not isinstance(spec, tf.TensorSpec):
             return "a tensor of the batches is ragged or sparse"
         if spec.dtype == tf.string:
-            return "a tensor of the batches has text"
+            return "a tensor of the batches contains strings"
         if spec.shape.rank is None or None in spec.shape[1:].as_list():
             return "the width of batches varies"
         if spec.shape.rank == 0:
@@ -236,9 +236,9 @@ class StepFunctions:
         row, column = np.argwhere(~flags)[0]
         step = self._state.step - len(flags) + 1 + int(row)
         raise RunError(
-            f"logical_replicas: in step {step}, the forward pass writes different values to "
-            f"{self._compared[column]} on different logical replicas; write what is equal on all "
-            "of them, or leave out logical_replicas."
+            f"logical_replicas: in step {step}, the forward pass assigns different values to "
+            f"{self._compared[column]} on different logical replicas; assign a value that is "
+            "equal on all of them, or leave out logical_replicas."
         )
 
     def trace(self, fetches: frozenset[str] = frozenset()) -> GraphFunction:
@@ -308,7 +308,7 @@ class StepFunctions:
             name = relative_path(self._state.run_dir)
             raise CompilationFailed(
                 f"jit_compile: {name} is compiled by XLA, but {executable.obstacle}, which the "
-                "next step needs; go on from it with other random numbers: --fork "
+                "next step needs; to continue from it with other random numbers: --fork "
                 f"{name} --no-jit-compile."
             )
 

@@ -64,6 +64,6 @@ def restore_run(
         Checkpoints(state, console).restore(source, with_input=False)
         note = ""
         if source.wanted == "best" and checkpoint is None:
-            note = ", the best one; --checkpoint last takes the newest"
+            note = ", the best one; use --checkpoint last for the newest"
         console.say(f"{run.shown}: checkpoint of step {state.step}{note}.")
         yield state, console

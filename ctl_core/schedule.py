@@ -141,8 +141,8 @@ def convert_to_steps(state: State, setting: str, value: int | str) -> int:
         return 0
     if state.data.steps_per_epoch is None:
         raise SetupError(
-            f"{setting}: create_dataset or make_batches gives an endless dataset, which has no "
-            "epochs; say how many steps."
+            f"{setting}: the dataset of create_dataset or make_batches is endless, so it has "
+            "no epochs; use a number of steps instead."
         )
     return int(epochs[1]) * state.data.steps_per_epoch
 

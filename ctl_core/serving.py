@@ -211,8 +211,8 @@ def create_inference(state: State) -> LoadedModel:
     for name in recording.variables:
         if name not in known:
             raise hook.reject(
-                f"{name} is made when the model is first called, so that no checkpoint holds it; "
-                "build it in the hook."
+                f"{name} is created when the model is first called, so no checkpoint contains "
+                "it; build it in the hook."
             )
     return LoadedModel(
         model=model,
@@ -438,8 +438,8 @@ def refuse_here(folder: Path) -> None:
     if folder in _loading:
         raise SetupError(
             f"{line}: ctl.load is called while {relative_path(folder)} itself is being loaded, "
-            "which calls the same hook; load a run of other hooks (callbacks=module), or call it "
-            "in a hook that only training calls."
+            "which calls the same hook again; load a run of other hooks (callbacks=module), "
+            "or call it in a hook that only training calls."
         )
     if not tf.executing_eagerly():  # tracing adds the name and line of the hook to the error
         raise RuntimeError(
@@ -448,10 +448,11 @@ def refuse_here(folder: Path) -> None:
         )
     if tf.distribute.has_strategy():
         raise SetupError(
-            f"{line}: ctl.load cannot be called in a hook that makes variables, such as "
-            "create_model, because the loaded ones are not copied to all replicas; to begin with a "
-            f"run's weights, use --init-from {relative_path(folder)}, for another head with "
-            "--init-skip 'head/*'; load a teacher in create_dataset, or at the top of the file."
+            f"{line}: ctl.load cannot be called in a hook that creates variables, such as "
+            "create_model, because the loaded variables are not copied to all replicas. To "
+            f"start with a run's weights, use --init-from {relative_path(folder)}, for another "
+            "head with --init-skip 'head/*'; load a teacher in create_dataset, or at the top "
+            "of the file."
         )
 
 

@@ -46,8 +46,9 @@ from ctl_core.update import (
 )
 
 _OPTIMIZER_IN_MICRO_BATCH = (
-    "grad_pre: applies an optimizer by itself, with accumulate_steps in each micro-batch; return "
-    "dicts by objective from create_opt and grad_pre, or leave out accumulate_steps."
+    "grad_pre: applies an optimizer itself, which accumulate_steps would repeat in each "
+    "micro-batch; return dicts by objective from create_opt and grad_pre, or leave out "
+    "accumulate_steps."
 )
 
 

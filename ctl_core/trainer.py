@@ -149,7 +149,7 @@ class Trainer:
         setting = self.state.config.learning_rate
         if record.learning_rate != setting:
             if learning_rate.is_used:
-                self._console.say(f"learning_rate is {setting:g} from here on.")
+                self._console.say(f"learning_rate is {setting:g} from now on.")
             learning_rate.variable.assign(setting)
 
     def _continue_ended_run(self, last: int, go_on: bool) -> None:
@@ -400,7 +400,7 @@ class Trainer:
         if is_first:
             self._console.warn(
                 f"the loss of step {noted.first} is not finite; --detect-anomaly finds the op, "
-                "layer and line that it comes from, and on_nan: stop would end training there."
+                "layer and line from which it comes, and --on-nan stop ends training there."
             )
 
     def _evaluate(self, step: int) -> None:
@@ -491,7 +491,7 @@ class Trainer:
         if random_ops:
             self._console.warn(
                 f"a hook or the model draws random numbers with {', '.join(random_ops)}, whose "
-                "state no checkpoint holds: use a keras.random.SeedGenerator, or "
+                "state is not in checkpoints; use a keras.random.SeedGenerator, or "
                 "tf.random.stateless_*."
             )
         check_written(state, graph)

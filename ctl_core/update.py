@@ -183,9 +183,9 @@ def refuse_random_ops(
     for op in compat.add_called_ops(operations):
         if draws_random_numbers(op):
             raise SetupError(
-                f"{find_line(op, context.hooks) or 'the update'}: draws random numbers, which "
-                "would differ from those that XLA draws before the sum over the replicas, and the "
-                f"update cannot be compiled; train with --no-jit-compile. ({obstacle})"
+                f"{find_line(op, context.hooks) or 'the update'}: draws random numbers, and "
+                "the update cannot be compiled, so they would differ from those that XLA "
+                f"draws; train with --no-jit-compile. ({obstacle})"
             )
 
 
@@ -292,7 +292,7 @@ def _check_shapes(context: StepContext, update: Gradients, variables: list[Varia
     if problem or len(update) != len(variables):
         raise context.hooks.update_pre.reject(
             f"returned {len(update)} update_gradients for {len(variables)} gradients{problem}; "
-            "return one for each, of its shape, in the same order."
+            "return one per gradient, with the same shapes, in the same order."
         )
 
 

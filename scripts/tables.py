@@ -28,10 +28,10 @@ INTRODUCTION = """\
 # Hook reference
 
 All hooks, in the order in which they are called. [Hooks](hooks.md) explains how they work together.
-A hook names only the arguments that it uses, in any order. `python -m ctl_core hooks NAME` prints
-the same about one hook.
+A hook declares only the arguments that it uses, in any order. `python -m ctl_core hooks NAME`
+prints the same about one hook.
 
-In shapes, `b` is the number of examples, and `[]` a scalar. Every hook may also name these
+In shapes, `b` is the number of examples, and `[]` a scalar. Every hook can also take these
 arguments:
 
 """

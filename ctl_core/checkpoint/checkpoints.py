@@ -193,8 +193,8 @@ class Checkpoints:
         late_variable = self._state.recording.find_late()
         if late_variable is not None:
             raise RunError(
-                f"{late_variable} while training, which no checkpoint would bring back; make it in "
-                "create_model, or keep numbers in state."
+                f"{late_variable} during training, so no checkpoint would restore it; create "
+                "it in create_model, or keep numbers in state."
             )
         self._warn_of_loss_scale()
         self.wait()
@@ -227,13 +227,14 @@ class Checkpoints:
             return True
         if state.config.on_nan == "stop":
             raise RunError(
-                f"after step {step}, {name} is not finite (on_nan: stop); no checkpoint of this "
-                "step is written."
+                f"after step {step}, {name} is not finite (on_nan: stop); no checkpoint is "
+                "written for this step."
             )
         if was_finite:
             self._console.warn(
-                f"after step {step}, {name} is not finite. Until all weights are finite again, "
-                "this checkpoint is the last one; --detect-anomaly finds where the NaN comes from."
+                f"after step {step}, {name} is not finite. No further checkpoints are written "
+                "until all weights are finite again; --detect-anomaly finds where the NaN "
+                "comes from."
             )
         return was_finite
 
@@ -341,8 +342,9 @@ class Checkpoints:
             steps = source.find_steps()
         if not self._cluster.has_same(repr(steps).encode()):
             raise SetupError(
-                f"runs_dir: {relative_path(self._folder)} has other checkpoints on another process "
-                "of the cluster; all of them need one folder, on a file system that they share."
+                f"runs_dir: {relative_path(self._folder)} contains different checkpoints on "
+                "another process of the cluster; all processes need the same folder, on a "
+                "shared file system."
             )
         record = None
         for step in steps:
@@ -371,7 +373,7 @@ class Checkpoints:
         """Restores the values that differ between replicas, and removes files left by a kill."""
         self._restore_statistics(folder, record)
         if folder != self._folder:
-            self._console.say(f"fork: goes on from {relative_path(folder)}, step {record.step}.")
+            self._console.say(f"fork: continues from {relative_path(folder)}, step {record.step}.")
         if self._cluster.task.chief:
             keep_and_remove(self._state, record, folder)
 
@@ -385,7 +387,7 @@ class Checkpoints:
             damage = format_error(error, 160).removeprefix("Damaged: ")
         if not self._cluster.agree(record is not None) or record is None:
             self._console.warn(
-                f"the checkpoint of step {step} is damaged ({damage}); using the one before."
+                f"the checkpoint of step {step} is damaged ({damage}); using the previous one."
             )
             return None
         if with_input:
@@ -393,8 +395,8 @@ class Checkpoints:
         self._settle_averages(record, with_input)
         if not set_flags(list_freezable(self._state.recording), record.frozen):
             self._console.warn(
-                "the layers of the model differ from those of the checkpoint, so the checkpoint "
-                "does not say which are frozen; they stay as create_model returned them."
+                "the model has other layers than the checkpoint, so their frozen state cannot "
+                "be restored; it stays as create_model set it."
             )
         self.saved_step = -1
         if folder == self._folder:
@@ -436,7 +438,7 @@ class Checkpoints:
             self._engine_part.read(str(folder / "engine" / f"ckpt-{step}")).expect_partial()
         except (ValueError, AssertionError) as error:
             raise SetupError(
-                f"the checkpoint {relative_path(user_part)} does not fit the model any more: "
+                f"the checkpoint {relative_path(user_part)} no longer fits the model: "
                 f"{format_error(error)} Undo the change, or choose another run_name."
             ) from error
         if self._state.step != step:
@@ -466,7 +468,7 @@ class Checkpoints:
             statistics.copies.put_back()
         except UNREADABLE:
             self._console.warn(
-                f"{relative_path(prefix)} cannot be read: the statistics of each replica continue "
+                f"{relative_path(prefix)} cannot be read: each replica's statistics continue "
                 "from their mean, so weights may differ by rounding."
             )
 
@@ -475,8 +477,9 @@ def _explain_none_whole(folder: Path, source: Source | None) -> str:
     """Returns the error message for a folder in which every checkpoint is damaged."""
     if source is not None and source.wanted == "best":
         return (
-            f"{relative_path(folder)}: the copy of the best checkpoint is damaged; leave out best "
-            "to use the newest one, or train on, which copies it again if its original is there."
+            f"{relative_path(folder)}: the copy of the best checkpoint is damaged; leave out "
+            '"best" to use the newest checkpoint, or resume training, which copies the best '
+            "one again if its original still exists."
         )
     if source is not None and source.wanted is not None:
         return (
@@ -484,8 +487,8 @@ def _explain_none_whole(folder: Path, source: Source | None) -> str:
             "another one."
         )
     return (
-        f"{relative_path(folder)}: there are checkpoints, but none of them is whole; to start "
-        "over, choose another run_name or remove the folder."
+        f"{relative_path(folder)}: there are checkpoints, but all of them are damaged; to "
+        "start over, choose another run_name or remove the folder."
     )
 
 
@@ -516,8 +519,9 @@ def check_written(state: State, graph: tf.Graph) -> None:
 def reject_unsaved(name: str) -> SetupError:
     """Returns the error for a variable or table that a step writes and no checkpoint contains."""
     return SetupError(
-        f"the step writes {name}, which was made outside of the hooks, so no checkpoint holds "
-        "it; make variables in create_model, and return lookup tables from create_ckpt."
+        f"a training step assigns {name}, which was created outside the hooks, so no "
+        "checkpoint contains it; create variables in create_model, and return lookup tables "
+        "from create_ckpt."
     )
 
 

@@ -96,8 +96,8 @@ class Copier(Listener):
             self._wait()
         except KeyboardInterrupt:
             self._console.warn(
-                f"mirror: the copy to {self._mirror.shown} was interrupted; its earlier "
-                "checkpoints are whole."
+                f"mirror: the copy to {self._mirror.shown} was interrupted; the earlier "
+                "checkpoints there are complete."
             )
         if not self._thread.is_alive():
             remove(self._run / STAGING)
@@ -122,8 +122,8 @@ class Copier(Listener):
         self._thread.join(PATIENCE)
         if self._thread.is_alive():
             self._console.say(
-                f"mirror: waiting for the copy of step {self._last_step} to {self._mirror.shown}; "
-                "Ctrl-C leaves it."
+                f"mirror: waiting until step {self._last_step} is copied to "
+                f"{self._mirror.shown}; press Ctrl-C to stop waiting."
             )
         last_line = time.monotonic()
         copied_before = self._mirror.copied_bytes
@@ -197,8 +197,9 @@ class Copier(Listener):
             return
         self._causes.add(kind)
         self._console.warn(
-            f"mirror: the checkpoint of step {step} could not be copied to {self._mirror.shown} "
-            f"({cause}); training goes on. Not copied so far: {self._missing}."
+            f"mirror: the checkpoint of step {step} could not be copied to "
+            f"{self._mirror.shown} ({cause}); training continues. Not copied so far: "
+            f"{self._missing}."
         )
 
 

@@ -100,10 +100,10 @@ class InitialWeights:
         """Returns the lines for the console: how many variables were loaded, and which were not."""
         count = len(self.paths)
         if not self.skipped:
-            return [f"init_from: all {count} variables are those of {self.source}."]
+            return [f"init_from: all {count} variables are loaded from {self.source}."]
         skipped = len(self.skipped)
         return [
-            f"init_from: {count - skipped} of {count} variables are those of {self.source}.",
+            f"init_from: {count - skipped} of {count} variables are loaded from {self.source}.",
             f"init_skip: {skipped} of {count} variables keep their initial values: "
             f"{_join(self.list_skipped())}.",
         ]
@@ -261,8 +261,8 @@ class _FileLoader:
         source = self.weights.source
         if not isinstance(model, keras.Model):
             raise SetupError(
-                f"init_from: {source} is for a Keras model, and {self.hook} returns another; take "
-                "a run."
+                f"init_from: {source} contains a Keras model, but {self.hook} does not return "
+                "one; pass a run instead."
             )
         if self.path.is_dir():
             self._load_saved_model(model)
@@ -424,14 +424,14 @@ class _RunLoader:
         ]
         if not fitting:
             raise SetupError(
-                f"init_from: {self.weights.source} holds {', '.join(names)}, of which none has the "
-                "variables of train_model; to keep the initial values of some variables, add "
-                "--init-skip 'head/*'."
+                f"init_from: {self.weights.source} contains {', '.join(names)}, none of which "
+                "has the variables of train_model; to keep the initial values of some "
+                "variables, add --init-skip 'head/*'."
             )
         if len(fitting) > 1:
             raise SetupError(
-                f"init_from: {self.weights.source} holds several models that fit: "
-                f"{', '.join(fitting)}; load one in create_model by "
+                f"init_from: {self.weights.source} contains several models that fit: "
+                f"{', '.join(fitting)}; load one of them in create_model with "
                 "tf.train.Checkpoint(NAME=model).read(...)."
             )
         return fitting[0]

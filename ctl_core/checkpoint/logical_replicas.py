@@ -48,16 +48,16 @@ def _take_from_record(config: Config, record: Record, run: str) -> Config:
         if record.logical_replicas is not None:
             began = f"with {record.logical_replicas}"
         raise SetupError(
-            f"logical_replicas: {run} began {began}, not with {config.logical_replicas}; leave the "
-            f"setting out, or begin a new run from this one: --fork {run}."
+            f"logical_replicas: {run} was started {began}, not with {config.logical_replicas}; "
+            f"leave the setting out, or start a new run from this one: --fork {run}."
         )
     if record.logical_replicas is None:
         return config
     if config.intra_op_threads not in (None, record.intra_op_threads):
         raise SetupError(
-            f"intra_op_threads: {run} began with {record.intra_op_threads}, not with "
-            f"{config.intra_op_threads}, which would change its bits; leave the setting out, or "
-            f"begin a new run from this one: --fork {run}."
+            f"intra_op_threads: {run} was started with {record.intra_op_threads}, not with "
+            f"{config.intra_op_threads}, which would change its bits; leave the setting out, "
+            f"or start a new run from this one: --fork {run}."
         )
     return dataclasses.replace(
         config,

@@ -74,8 +74,8 @@ class Mirror:
         assert config.mirror is not None
         if config.run_name is None:
             raise SetupError(
-                f"mirror: {config.mirror} needs run_name, by which a run is found there again: "
-                "--run-name NAME."
+                f"mirror: {config.mirror} needs run_name, because a later start finds the run "
+                "by its name: --run-name NAME."
             )
         self._run = Path(config.runs_dir, config.run_name).absolute()
         self._store = open_store(config.mirror, config.run_name)
@@ -88,7 +88,7 @@ class Mirror:
         if isinstance(self._store, FolderStore) and (
             self._store.root.resolve() == self._run.resolve()
         ):
-            raise SetupError(f"mirror: {config.mirror} is runs_dir itself; choose another place.")
+            raise SetupError(f"mirror: {config.mirror} is runs_dir itself; choose another folder.")
 
     # ---- Fetching -------------------------------------------------------------------------------
 
@@ -133,8 +133,8 @@ class Mirror:
             except SetupError as error:
                 raise SetupError(
                     f"mirror: the checkpoint of step {step} in {self.shown} was written by a "
-                    "version of ctl_core from which this one cannot resume; choose another "
-                    "run_name."
+                    "version of ctl_core whose checkpoints this version cannot resume; choose "
+                    "another run_name."
                 ) from error
             finally:
                 remove(folder)
@@ -356,11 +356,11 @@ def _fetch_locked(mirror: Mirror, run: Path, local_step: int) -> None:
         release_run(run, lock)
     if fetched is None and local_step < 0:
         raise SetupError(
-            f"mirror: {mirror.shown} has checkpoints, but none of them is whole; to start over, "
-            "choose another run_name or remove them."
+            f"mirror: {mirror.shown} has checkpoints, but all of them are damaged; to start "
+            "over, choose another run_name or remove them."
         )
     if fetched is not None:
-        _print(f"mirror: the checkpoint of step {fetched} is in {relative_path(run)}")
+        _print(f"mirror: the checkpoint of step {fetched} was fetched to {relative_path(run)}")
 
 
 def _measure(folder: Path) -> int:

@@ -106,8 +106,9 @@ class InputPosition:
             except (ValueError, tf.errors.FailedPreconditionError) as error:
                 obstacle = format_error(error, 120)
         self._console.warn(
-            f"the position in the training data cannot be saved exactly ({obstacle}); a resumed "
-            "run will read and drop. For random changes to examples, see ctl.data.with_seeds."
+            f"the position in the training data cannot be saved exactly ({obstacle}); a "
+            "resumed run will read the data again from the start and drop what was used. For "
+            "random changes to examples, see ctl.data.with_seeds."
         )
         return []
 
@@ -137,9 +138,10 @@ class InputPosition:
         sizes = [variable.dtype.size * variable.shape.num_elements() for variable in variables]
         if position > max(LARGE_POSITION, sum(sizes)):
             self._console.say(
-                f"each checkpoint holds {position / 1e6:.0f} MB of the position in the data, such "
-                f"as shuffle buffers, beside {sum(sizes) / 1e6:.1f} MB of variables; "
-                "ctl.data.index_shuffle has no buffer, and --keep 3 keeps fewer checkpoints."
+                f"each checkpoint contains {position / 1e6:.0f} MB for the position in "
+                "the data, such as shuffle buffers, in addition to "
+                f"{sum(sizes) / 1e6:.1f} MB of variables; ctl.data.index_shuffle needs "
+                "no buffer, and --keep 3 keeps fewer checkpoints."
             )
 
     def restore(self, record: Record, prefix: Path) -> None:
@@ -153,16 +155,14 @@ class InputPosition:
                 else:
                     obstacle = data.reader.go_to(record.reader)
             except UNREADABLE:
-                obstacle = (
-                    "the saved position does not fit the data any more, or its file is damaged"
-                )
+                obstacle = "the saved position no longer fits the data, or its file is damaged"
         if self._state.cluster.agree(obstacle is None):
             return
         examples = record.progress["examples"]
         reason = obstacle or "another process cannot read the position that it saved"
         self._console.warn(
-            f"the position in the training data is reached by reading and dropping {examples} "
-            f"examples, since {reason}."
+            f"the position in the training data is restored by reading and dropping {examples} "
+            f"examples, because {reason}."
         )
         data.begin_anew(skip=examples)
 
@@ -177,14 +177,14 @@ class InputPosition:
     def _find_obstacle(self, record: Record) -> str | None:
         """Returns why the position in a record cannot be restored; None if it can be."""
         if not record.input_saved:
-            return "no whole position could be saved"
+            return "no complete position could be saved"
         present = self.describe()
         for name, value in record.input.items():
             if name != "folder" and present.get(name) != value:
                 return f"it was saved with {name} {value}"
         saved_folder = record.input["folder"]
         if saved_folder != present["folder"] and self._reads_texts():
-            return f"it may name files of {saved_folder}, where the run was before"
+            return f"it may contain paths of files in {saved_folder}, where the run was before"
         return None
 
     def _reads_texts(self) -> bool:
@@ -219,11 +219,14 @@ def find_outside_state(dataset: tf.data.Dataset) -> str | None:
             _, *mixed_datasets = find_inputs(stage)  # the first input chooses among the others
             cardinalities = [dataset.cardinality() for dataset in mixed_datasets]
             if any(number != tf.data.INFINITE_CARDINALITY for number in cardinalities):
-                return "it mixes datasets that end; repeat each, or give stop_on_empty_dataset=True"
+                return (
+                    "it mixes datasets that end; repeat each of them, or pass "
+                    "stop_on_empty_dataset=True"
+                )
         for graph in find_graphs(stage):
             stateful_ops = find_random_ops(graph, _STATEFUL_OPS)
             if stateful_ops:
-                return f"it runs {', '.join(stateful_ops)}, which has a state of its own"
+                return f"it uses {', '.join(stateful_ops)}, which has its own state"
     return None
 
 

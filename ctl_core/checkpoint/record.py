@@ -119,7 +119,7 @@ def find_user_part(folder: Path, step: int) -> Path:
     for name in list_names(folder):
         if name.endswith(f"-{step}.index") and _find_step(_USER_FILE, name) == step:
             return folder / name.removesuffix(".index")
-    raise Damaged("a file of it is gone")
+    raise Damaged("one of its files is missing")
 
 
 def write_record(folder: Path, record: Record) -> None:
@@ -182,20 +182,20 @@ def read_record(folder: Path, step: int) -> Record:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content.get("format")
         if content.pop("checksum", None) not in (None, _compute_checksum(content)):
-            raise ValueError("its checksum is another one")
+            raise ValueError("its checksum does not match")
         if version != FORMAT and isinstance(version, int | None):
             raise SetupError(
                 f"{relative_path(folder)}: its checkpoints were written by ctl_core "
-                f"{content.get('engine', '0.3')}, and {__version__} cannot resume from them; begin "
+                f"{content.get('engine', '0.3')}, and {__version__} cannot resume them; start "
                 f"another run with their weights: --init-from {relative_path(folder.parent)}."
             )
         record = _create_reader().validate_json(json.dumps(content), strict=True)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged("its record cannot be read") from error
     if record.step != step:
-        raise Damaged(f"its record is that of step {record.step}")
+        raise Damaged(f"its record belongs to step {record.step}")
     if record.sizes and measure_files(folder, step) != record.sizes:
-        raise Damaged("a file of it is not whole")
+        raise Damaged("one of its files is incomplete")
     return record
 
 

@@ -110,8 +110,8 @@ def prepare_list(folder: Path) -> None:
         if Path(os.path.abspath(path)).parent != folder:
             raise SetupError(
                 f"{relative_path(folder / 'checkpoint')}: lists {format_name(path)}, which is "
-                "outside of the folder and would be deleted as an old checkpoint; remove the file; "
-                "runs can be resumed without it."
+                "outside the folder and would be deleted as an old checkpoint; remove this "
+                "list: the run can be resumed without it."
             )
 
 

@@ -35,7 +35,9 @@ def read_run_settings(run: Path) -> Layer:
         return read_file(path)
     if not path.exists():
         return recorded
-    cure = f"remove the file, and the run takes its settings from its newest checkpoint: rm {where}"
+    cure = (
+        f"remove the file; the run then takes its settings from its newest checkpoint: rm {where}"
+    )
     try:
         saved = read_file(path)
     except SetupError as error:
@@ -43,8 +45,8 @@ def read_run_settings(run: Path) -> Layer:
     missing = _find_missing(recorded.values, saved.values)
     if missing:
         raise SetupError(
-            f"{where}: {make_line(', '.join(missing), 60)} of the run is missing: the file is "
-            f"damaged; {cure}"
+            f"{where}: the run's {make_line(', '.join(missing), 60)} is missing, so the file "
+            f"is damaged; {cure}"
         )
     return saved
 

@@ -58,7 +58,7 @@ class Source:
             if self.wanted:
                 name += f"@{self.wanted}"
             existing = list_saved_steps(self.run / "ckpt")[:10]
-            raise SetupError(f"{self.setting}: no checkpoint {name} is there, only {existing}.")
+            raise SetupError(f"{self.setting}: there is no checkpoint {name}, only {existing}.")
         return suitable
 
     def find_compiled(self) -> bool | None:
@@ -105,7 +105,7 @@ def read_source(setting: str, text: str, runs_dir: str) -> Source:
             source.find_steps()
             return source
     raise SetupError(
-        f"{setting}: {match['run']!r} is neither a run in {runs_dir} nor a path that is there."
+        f"{setting}: {match['run']!r} is neither a run in {runs_dir} nor an existing path."
     )
 
 
@@ -137,8 +137,8 @@ def find_start(config: Config) -> Source | None:
         if list_saved_steps(run / "ckpt"):
             if config.fork is not None and config.fork != read_run_settings(run).values.get("fork"):
                 raise SetupError(
-                    f"fork: {relative_path(run)} has checkpoints, and did not begin from "
-                    f"{config.fork}; choose another run_name."
+                    f"fork: {relative_path(run)} already has checkpoints and was not forked "
+                    f"from {config.fork}; choose another run_name."
                 )
             return Source("run_name", run)
     if config.init_from is not None and not is_model(config.init_from):

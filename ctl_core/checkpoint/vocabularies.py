@@ -69,9 +69,9 @@ class Vocabularies:
             entries_now = _count_entries(now)
             if path.startswith("data/"):
                 raise SetupError(
-                    f"{path}, with which the data are read, has learnt something else than when "
-                    f"the run began ({entries_before} entries then, {entries_now} now); adapt it "
-                    "to the same, or choose another run_name."
+                    f"{path}, which the input pipeline uses, has learned other values than "
+                    f"when the run was started ({entries_before} entries then, {entries_now} "
+                    "now); adapt it to the same data, or choose another run_name."
                 )
             if isinstance(layer, keras.layers.Discretization):
                 layer.bin_boundaries = before["bin_boundaries"]
@@ -79,8 +79,9 @@ class Vocabularies:
                 layer.set_vocabulary(**before)
             self.learnt[path] = before
             console.say(
-                f"{layer.name} had {entries_before} entries in the checkpoint, {entries_now} as "
-                "create_model made it: those of the checkpoint are used."
+                f"{layer.name} had {entries_before} entries in the checkpoint, but "
+                f"{entries_now} when create_model returned it: the entries of the checkpoint "
+                "are used."
             )
 
 

@@ -211,8 +211,9 @@ class Divergence:
             return
         raise RunError(
             f"after step {step}, {self._names[differs.any(axis=0).argmax()]} differs between "
-            f"replicas 0 and {differs.any(axis=1).argmax()}: a hook or an assign used what only "
-            "one sees, such as output or batch; all_reduce it first."
+            f"replicas 0 and {differs.any(axis=1).argmax()}: a hook or an assignment used a "
+            "value that differs between replicas, such as output or batch; pass it through "
+            "all_reduce first."
         )
 
 

@@ -73,8 +73,8 @@ def start(argv: Sequence[str], folder: Path) -> int:
     shown = relative_path(folder)
     if is_run_locked(folder):
         raise SetupError(
-            f"{shown}: another process is training this run: kill $(cat {shown}/{LOCK}) saves and "
-            "ends it."
+            f"{shown}: another process is training this run; to save and end it: kill $(cat "
+            f"{shown}/{LOCK})"
         )
     folder.mkdir(parents=True, exist_ok=True)
     read_end, write_end = os.pipe()
@@ -98,8 +98,8 @@ def start(argv: Sequence[str], folder: Path) -> int:
                 message += pipe.read()
         if message == _STEP:
             print(
-                f"process {process.pid} trains {shown}: tail -f {shown}/train.log; "
-                f"kill {process.pid} saves and ends it",
+                f"process {process.pid} trains {shown}. To follow it: tail -f {shown}"
+                f"/train.log. To save and end it: kill {process.pid}",
                 flush=True,
             )
             return 0

@@ -23,7 +23,7 @@ from ctl_core.types import Count, Gradient, PerReplica, Structure, UserObject
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 NO_EXCHANGE = (
-    "needs all replicas at the same moment, but a device computes logical replicas one after "
+    "needs all replicas at the same time, but a device computes logical replicas one after "
     "another; leave out the call, or logical_replicas."
 )
 

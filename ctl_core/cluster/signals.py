@@ -99,11 +99,11 @@ class Signals:
                 return
             self._announced.add(number)
         name = signal.Signals(number).name
-        text = f"{name}: the run stops after what is running now, and is saved"
+        text = f"{name}: the run stops and is saved as soon as the current steps have ended"
         if number == signal.SIGINT:
-            text += "; Ctrl-C again, a second or more from now, ends it at once"
+            text += "; press Ctrl-C again, a second or more from now, to end it at once"
         elif self.patience:
-            text += f"; if that does not end within {self.patience:.0f} s, it ends unsaved"
+            text += f"; if that takes longer than {self.patience:.0f} s, it ends without saving"
         self._say(f"{text}.")
 
     def _note(self, number: int, _: FrameType | None) -> None:

@@ -30,11 +30,13 @@ def find_task(config: Config) -> Task:
     """
     task = read_task(config)
     if task.kind != "worker":
-        raise SetupError(f"TF_CONFIG: a process of the type {task.kind} trains nothing.")
+        raise SetupError(f"TF_CONFIG: a process of the type {task.kind} does not train.")
     if config.workers > 1 and task.processes == 1:
-        raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
+        raise SetupError(
+            f"workers: works only on the command line: ./train.sh --workers {config.workers}"
+        )
     if config.steps is None and config.epochs is None:
-        raise SetupError("steps: say how long to train, with steps or epochs.")
+        raise SetupError("steps: set how long to train, with steps or epochs.")
     return task
 
 
@@ -79,8 +81,9 @@ def _fix_threads(threads: int) -> None:
         started_with = tf.config.threading.get_intra_op_parallelism_threads() or count_cores()
         if started_with != threads:
             raise SetupError(
-                f"intra_op_threads: TensorFlow has started with {started_with} threads, but the "
-                f"run needs {threads}, or its bits would change; restart Python and train first."
+                f"intra_op_threads: TensorFlow was started with {started_with} threads, but this "
+                f"run needs {threads} to compute the same bits; restart Python, and train before "
+                "anything else uses TensorFlow."
             ) from None
 
 
@@ -116,8 +119,9 @@ def _take_share(gpus: list[tf.config.PhysicalDevice], task: Task) -> list[tf.con
     share, remainder = divmod(len(gpus), task.processes)
     if remainder:
         raise SetupError(
-            f"workers: {task.processes} workers cannot share {len(gpus)} GPUs evenly; take another "
-            "number, or choose GPUs with CUDA_VISIBLE_DEVICES (empty: train on the CPU)."
+            f"workers: {task.processes} workers cannot share {len(gpus)} GPUs evenly; use "
+            "another number, or choose GPUs with CUDA_VISIBLE_DEVICES (empty: train on the "
+            "CPU)."
         )
     first = task.index * share
     return gpus[first : first + share]

@@ -139,8 +139,9 @@ class Cluster:
         _check_equal("frozen layers", columns["frozen"], status.step)
         if len({*columns["data"]}) > 1:
             raise SetupError(
-                f"{hook}: the processes of the cluster read different data, or in another order: "
-                "sort files that are listed, give shuffles a seed, leave deterministic=False out."
+                f"{hook}: the processes of the cluster read different data, or in a different "
+                "order: sort lists of files, give shuffles a seed, and leave out "
+                "deterministic=False."
             )
         agreed = {}
         for name, column in columns.items():
@@ -189,8 +190,8 @@ class Cluster:
             if answers(self.task.addresses[index]):
                 silent = 0
         raise PeerLost(
-            f"no answer from {self.task.describe(index)}; start all again: the run resumes from "
-            "its last checkpoint."
+            f"no answer from {self.task.describe(index)}; restart all processes: the run "
+            "resumes from its last checkpoint."
         )
 
     def compare(self, facts: Facts, problem: str, cure: str, absent: str | None = None) -> None:
@@ -217,8 +218,9 @@ def _check_equal(subject: str, column: np.ndarray, step: int) -> None:
     """Raises an error if values differ between the processes after a step."""
     if len({*column}) > 1:
         raise RunError(
-            f"after step {step}, the {subject} differ between the processes: a hook must decide "
-            "alike on each of them, not by its own output or batch."
+            f"after step {step}, the {subject} differ between the processes: a hook must make "
+            "the same decision in every process, not one that depends on the process's own "
+            "output or batch."
         )
 
 

@@ -79,11 +79,11 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
         task = _parse(environ.get("TF_CONFIG", "").strip())
     if task == Task() and config.strategy == "multi_worker":
         raise SetupError(
-            "strategy: multi_worker needs TF_CONFIG in the environment of each process; on one "
-            "machine, --workers K starts them."
+            "strategy: multi_worker needs TF_CONFIG in the environment of each process; on "
+            "one machine, --workers K starts K processes."
         )
     if (task.processes > 1 or task.kind == "evaluator") and config.run_name is None:
-        raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
+        raise SetupError("run_name: required in a cluster, and the same for all processes.")
     return task
 
 
@@ -125,7 +125,9 @@ def describe_loss(task: Task, error: BaseException | None) -> str:
         name = task.describe(0)
     else:
         name = "another process of the cluster"
-    return f"no answer from {name}; start all again: the run resumes from its last checkpoint."
+    return (
+        f"no answer from {name}; restart all processes: the run resumes from its last checkpoint."
+    )
 
 
 def describe_exposure(task: Task) -> str:
@@ -137,8 +139,8 @@ def describe_exposure(task: Task) -> str:
     if task.shares_gpus:
         return "cluster: its ports have no password; train in trusted networks only (SECURITY.md)."
     return (
-        "cluster: the ports of its processes have no password and no encryption; allow only these "
-        "machines to reach them (SECURITY.md)."
+        "cluster: the ports of its processes have no password and no encryption; allow only "
+        "these machines to reach them (SECURITY.md)."
     )
 
 
@@ -163,7 +165,7 @@ def wait_for_others(task: Task) -> None:
             names = ", ".join(map(task.describe, missing))
             seconds = time.monotonic() - start
             if seconds > LONGEST:
-                raise PeerLost(f"cluster: no answer after {seconds:.0f} s from {names}.")
+                raise PeerLost(f"cluster: no answer from {names} within {seconds:.0f} s.")
             if seconds > PATIENCE and not is_reported:
                 is_reported = True
                 print(f"cluster: waiting; no answer from {names}", flush=True)
@@ -197,10 +199,12 @@ def wait_for_chief(task: Task, measure: Callable[[], int]) -> None:
             number = measure()
             last_change = now
         if now - last_change > LONGEST:
-            raise PeerLost(f"cluster: no answer after {LONGEST:.0f} s from {task.describe(0)}.")
+            raise PeerLost(f"cluster: no answer from {task.describe(0)} within {LONGEST:.0f} s.")
         if now - start > PATIENCE and not is_reported:
             is_reported = True
-            print(f"cluster: waiting for {task.describe(0)}, which reads the mirror", flush=True)
+            print(
+                f"cluster: waiting for {task.describe(0)}, which is reading the mirror", flush=True
+            )
         time.sleep(0.1)
 
 

@@ -86,7 +86,9 @@ def check(callbacks: Callbacks, config: Config) -> State:
     prepare(dataclasses.replace(config, virtual_devices=max(DEVICES, config.virtual_devices)))
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
     with temporary as folder:
-        console.print(f"check of {name}: all of it in a temporary folder, which is removed.")
+        console.print(
+            f"check of {name}: everything runs in a temporary folder, which is removed afterwards."
+        )
         config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
         # The check trains from scratch.
         config = dataclasses.replace(config, fork=None, init_from=None, init_skip=None)
@@ -183,7 +185,7 @@ class Rehearsal:
         try:
             hook.function(**values)
         except StopTraining as error:  # the other hooks are still tried
-            ending = f"; it ends training there. {error}".rstrip()
+            ending = f"; it ends training here. {error}".rstrip()
         self._console.print(f"  {hook} ran{when}{ending}")
         self._changes += watch.list_changes()
 
@@ -204,8 +206,8 @@ class Rehearsal:
                 hook_names.append(change.place.name)
         for hook, hook_names in names.items():
             self._console.warn(
-                f"{hook} remembers {', '.join(hook_names)} in Python, which no checkpoint holds; "
-                "keep in state what training depends on."
+                f"{hook} remembers {', '.join(hook_names)} in Python, which is not in "
+                "checkpoints; keep values that training depends on in state."
             )
 
 
@@ -231,8 +233,7 @@ def _use(hooks: Hooks, state: State, config: Config, console: CheckConsole) -> N
         if hooks.serve is not None or hooks.create_inference_model is not None:
             raise
         console.print(
-            "  this model cannot be exported, which its training does not need: "
-            f"{format_error(error)}"
+            f"  this model cannot be exported (training does not need that): {format_error(error)}"
         )
 
 
@@ -247,8 +248,9 @@ def check_traces(state: State) -> None:
     if op is not None:
         where = state.hooks.find_owner(read_frames(op)) or state.hooks.create_model
         raise SetupError(
-            f"{where}: draws random numbers of Python or NumPy when it is traced, once for all "
-            "steps; take those of tf.random or keras.random, or draw them with the data."
+            f"{where}: draws random numbers with Python or NumPy while it is traced, so every "
+            "step uses the same numbers; use tf.random or keras.random, or draw them in the "
+            "input pipeline."
         )
 
 

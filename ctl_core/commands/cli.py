@@ -37,9 +37,9 @@ from ctl_core.run.settings import SETTINGS, Config, FilePath, declare, explain, 
 _File = Annotated[FilePath, AfterValidator(os.path.abspath)]
 _OPTIONS: dict[str, Any] = {
     "config": (list[str] | None, declare(None, "settings file; repeat the flag for more")),
-    "continue": (bool, declare(False, "resume a run that a hook has ended (StopTraining)")),
+    "continue": (bool, declare(False, "resume a run that a hook ended with StopTraining")),
     "check": (bool, declare(False, "try everything once, in a temporary folder")),
-    "background": (bool, declare(False, "go on without the terminal, once a step was taken")),
+    "background": (bool, declare(False, "continue in the background after the first step")),
     "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
     "checkpoint": (
         CheckpointName,
@@ -321,8 +321,8 @@ def _describe_differences(
         return []
     names = make_line(", ".join(sorted(differing)), 100)
     return [
-        f"{format_name(relative_path(origin.run))} keeps its own settings; config.yaml differs in "
-        f"{names}: to use it, add --config config.yaml."
+        f"{format_name(relative_path(origin.run))} keeps its own settings; config.yaml differs "
+        f"in {names}: to use its values, add --config config.yaml."
     ]
 
 
@@ -338,7 +338,7 @@ def _describe_saved(origin: Origin, saved: Layer, others: Sequence[Layer]) -> li
     if not (origin.run / CONFIG_FILE).exists():
         notes.append(
             f"{format_name(relative_path(origin.run))} has no {CONFIG_FILE}: its settings are "
-            "those of its newest checkpoint."
+            "taken from its newest checkpoint."
         )
     if not origin.is_forked:
         return notes
@@ -347,8 +347,8 @@ def _describe_saved(origin: Origin, saved: Layer, others: Sequence[Layer]) -> li
         value = saved.values.get(name)
         if value not in (None, DEFAULT) and name not in named:
             notes.append(
-                f"fork: that run had --{name} {format_name(value)}, which this one does not use "
-                "unless you name it, too."
+                f"fork: that run used --{name} {format_name(value)}, but this one does not; to "
+                "use it here, too, pass it."
             )
     return notes
 
@@ -457,7 +457,9 @@ def _explain_flag(text: str, names: Sequence[str]) -> str:
     if unknown is None:
         return make_line(text.replace("one argument", "a value after it"))
     flags = ["--" + name.replace("_", "-") for name in names]
-    hint = suggest(unknown[1].replace("_", "-"), flags) or "; settings are --name value."
+    hint = suggest(unknown[1].replace("_", "-"), flags) or (
+        "; settings are passed as --name value."
+    )
     return f"there is no setting {quote(unknown[1])}{hint}"
 
 
@@ -470,10 +472,10 @@ def find_run(runs_dir: Path, run_name: str | None) -> Path:
     runs = {path.parent.name: path.parent for path in sorted(runs_dir.glob("*/config.yaml"))}
     where = format_name(relative_path(runs_dir))
     if not runs:
-        raise SetupError(f"{where}: no run there yet; train one first.")
+        raise SetupError(f"{where}: there is no run yet; train one first.")
     if run_name is None:
         return max(runs.values(), key=lambda run: (run / "config.yaml").stat().st_mtime)
     if run_name not in runs:
         hint = suggest(run_name, runs) or f" (there: {make_line(', '.join(runs), 100)})"
-        raise SetupError(f"run_name: no run {quote(run_name)} in {where}{hint}")
+        raise SetupError(f"run_name: there is no run {quote(run_name)} in {where}{hint}")
     return runs[run_name]

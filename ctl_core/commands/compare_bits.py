@@ -139,7 +139,7 @@ def _reject(state: State, key: ValueKey, devices: int) -> SetupError:
         hook = getattr(state.hooks, kind.hooks[-1])
     noun = f"{kind.noun} {name}".rstrip()
     return SetupError(
-        f"check: {hook}: the {noun}{describe_layer(state, name)} has other bits on {devices} "
-        "devices than on one; replace the op that depends on the number of devices, or leave out "
-        "logical_replicas."
+        f"check: {hook}: the {noun}{describe_layer(state, name)} has different bits on "
+        f"{devices} devices than on one; replace the op that depends on the number of devices, "
+        "or leave out logical_replicas."
     )

@@ -70,9 +70,10 @@ def describe_command(text: str, prefix: str) -> str:
         prefix: the prefix of environment variables
     """
     return textwrap.fill(
-        f"{text.capitalize()}. Settings come from the defaults, then config.yaml, then the run's "
-        f"saved settings if it exists, then the environment ({prefix}BATCH_SIZE=32), then these "
-        "flags. --hparams.NAME VALUE sets a hyperparameter of your own.",
+        f"{text.capitalize()}. Settings are read from the defaults, config.yaml, the saved "
+        f"settings of the run if it exists, the environment (such as {prefix}BATCH_SIZE=32), "
+        "and these flags; later ones override earlier ones. --hparams.NAME VALUE sets a "
+        "hyperparameter of your own.",
         _WIDTH,
     )
 

@@ -50,25 +50,26 @@ class Kind:
 
 
 _EXCHANGE = (
-    "let replicas exchange the values it is computed from, by ctl_core.all_reduce or all_gather"
+    "let replicas exchange the values that it is computed from, with ctl_core.all_reduce or "
+    "all_gather"
 )
-_NO_SUM = f"it is no sum over the examples one by one, or is summed twice; {_EXCHANGE}"
+_NO_SUM = f"it is not a sum over examples, or it is summed twice; {_EXCHANGE}"
 _METRIC = (
-    "replicas add up its variables; if its state is no sum, give replica 0 the rows of all "
-    "replicas, by ctl_core.all_gather, and the others none"
+    "the engine adds up its variables over the replicas; if its state is not a sum, pass the "
+    "rows of all replicas to replica 0 with ctl_core.all_gather, and none to the others"
 )
 VARIABLE = Kind("variable", ("create_model",), _EXCHANGE)
 OUTPUT = Kind("output", ("create_model",), _EXCHANGE, ("variable",))
 EXTRA_LOSS = Kind(
     "extra loss",
     ("grad_pre", "create_model"),
-    "each replica counts by its rows, so it must not grow with them: return a mean over the rows, "
-    f"or {_EXCHANGE}",
+    "replicas are weighted by their numbers of rows, so it must not grow with them: return a "
+    f"mean over the rows, or {_EXCHANGE}",
     ("variable", "output"),
 )
 LOSS = Kind("loss", ("grad_pre", "create_loss"), _NO_SUM, ("variable", "output"))
 LOGGED = Kind(
-    "part of the loss", ("grad_pre",), "give it one number per example", ("variable", "output")
+    "part of the loss", ("grad_pre",), "pass it one number per example", ("variable", "output")
 )
 GRADIENT = Kind(
     "gradient",

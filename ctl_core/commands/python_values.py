@@ -352,9 +352,9 @@ class FrozenValue:
         reader = self.reader or "the model"
         return (
             f"{change.hook}: changes {change.place.name} from {quote(change.old, 40)} to "
-            f"{quote(change.new, 40)}, but {reader} has read it when the graph was traced, so "
-            f"every step uses {quote(change.old, 40)}; make it a tf.Variable in create_model, and "
-            "assign to that."
+            f"{quote(change.new, 40)}, but {reader} read it when the graph was traced, so "
+            f"every step uses {quote(change.old, 40)}; make it a tf.Variable in create_model, "
+            "and assign to that."
         )
 
 

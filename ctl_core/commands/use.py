@@ -68,7 +68,9 @@ def evaluate(
     """
     if watch:
         if checkpoint is not None:
-            raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
+            raise SetupError(
+                "watch: evaluates every checkpoint, so it cannot be combined with --checkpoint."
+            )
         with open_run(callbacks, config) as (state, run, console):
             return _watch(state, run, console)
     with restore_run(callbacks, config, checkpoint) as (state, console):
@@ -82,7 +84,9 @@ def evaluate(
 
 def _evaluate(state: State) -> dict[str, float]:
     if state.evaluation is None:
-        raise SetupError("create_eval_dataset: there is none, so there is nothing to evaluate.")
+        raise SetupError(
+            "create_eval_dataset: callbacks.py does not define it, so there is nothing to evaluate."
+        )
     return state.evaluation.evaluate()  # type: ignore[no-any-return]
 
 
@@ -164,9 +168,9 @@ def predict(
         SetupError: the input does not match the model, or there is no data or no checkpoint.
     """
     if input and dataset:
-        raise SetupError("input and dataset: give one of the two.")
+        raise SetupError("input and dataset: pass only one of the two.")
     if output and (Path(output).suffix != ".npz" or output == input):
-        raise SetupError(f"output: expected the name of another .npz file, got {output}.")
+        raise SetupError(f"output: expected the path of a new .npz file, got {output}.")
     with restore_run(callbacks, config, checkpoint) as (state, console):
         model = serving.create_inference(state)
         if input:
@@ -228,15 +232,15 @@ def _read_batches(path: Path, spec: BatchSpec, batch_size: int) -> Iterator[Batc
         content = np.load(path)
         arrays = {"": content} if isinstance(content, np.ndarray) else dict(content)
     except ValueError as error:
-        kinds = "numbers, texts or bytes, as np.array(LIST) makes them, not of objects"
+        kinds = "numbers, strings or bytes, as np.array(LIST) creates them, but not objects"
         raise SetupError(f"input: {relative_path(path)}: expected arrays of {kinds}.") from error
     if len(names) == len(arrays) == 1:  # a single array may have any name
         arrays = dict(zip(names, arrays.values(), strict=True))
     sizes = {len(array) for array in arrays.values() if array.ndim}
     if arrays.keys() != names.keys() or len(sizes) != 1:
         raise SetupError(
-            f"input: {relative_path(path)} holds {_list_shapes(arrays)}; expected arrays of as "
-            f"many examples each, called {', '.join(names)}."
+            f"input: {relative_path(path)} contains {_list_shapes(arrays)}; expected arrays "
+            f"with equally many examples, called {', '.join(names)}."
         )
     for start in range(0, sizes.pop(), batch_size):
         rows = slice(start, start + batch_size)
@@ -260,7 +264,7 @@ def _choose_entries(batch: Batch, names: Sequence[str] | None) -> dict[str, tf.T
         nested = (f"{name}.", f"{name}/")
         matching = [entry for entry in entries if entry == name or entry.startswith(nested)]
         if not matching:
-            raise SetupError(f"include: expected some of {', '.join(entries)}, got {name!r}.")
+            raise SetupError(f"include: expected names from {', '.join(entries)}, got {name!r}.")
         chosen |= {f"batch/{entry}": entries[entry] for entry in matching}
     return chosen
 

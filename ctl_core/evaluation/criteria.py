@@ -93,13 +93,13 @@ def _create_criterion(
     if metric not in names:
         known = ", ".join(names) or "none, without create_eval_dataset"
         raise SetupError(
-            f"{setting}: no metric is called {metric!r}{suggest(metric, names)} (there: {known})"
+            f"{setting}: there is no metric {metric!r}{suggest(metric, names)} (metrics: {known})"
         )
     mode = direction[0] if direction else _guess_mode(metric)
     if mode is None:
         raise SetupError(
-            f"{setting}: say whether {metric} is better when it is higher or lower: "
-            f"{metric}:max or {metric}:min."
+            f"{setting}: it is not known whether a higher {metric} is better; write {metric}"
+            f":max or {metric}:min."
         )
     return Criterion(f"{setting}={metric}:{mode}", metric, mode == "max", patience)
 

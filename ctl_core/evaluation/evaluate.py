@@ -157,17 +157,18 @@ class Evaluation:
             where = f" of the set '{set_name}'"
         if counted > 0:
             return (
-                f"{hooks.create_eval_dataset}: the sample weights of all examples{where} are 0 or "
-                "NaN, so the values of an evaluation mean nothing; return positive weights."
+                f"{hooks.create_eval_dataset}: the sample weights of all examples{where} are 0 "
+                "or NaN, so the values of an evaluation are meaningless; return positive "
+                "weights."
             )
         if hooks.batch_weight is not None:
             return (
                 f"{hooks.batch_weight}: the weights of all batches{where} add up to {counted:g}, "
-                "so an evaluation has no mean loss; return what each batch counts."
+                "so an evaluation has no mean loss; return the weight of each batch."
             )
         return (
-            f"{hooks.create_eval_dataset}: an evaluation{where} counts {counted:g} examples, so "
-            "its values mean nothing; return a dataset with examples."
+            f"{hooks.create_eval_dataset}: an evaluation{where} has {counted:g} examples, so "
+            "its values are meaningless; return a dataset with examples."
         )
 
     def evaluate(self, sync: Sync = lambda status: status) -> dict[str, float] | None:
@@ -272,7 +273,7 @@ def create_evaluation(
     if hooks.create_eval_dataset is None:
         if hooks.after_eval:
             raise hooks.after_eval[0].reject(
-                "there is no evaluation that it could run after; write create_eval_dataset."
+                "there is no evaluation after which it could run; write create_eval_dataset."
             )
         return None
     data = EvaluationData(components, config, hooks.create_eval_dataset)

@@ -87,9 +87,12 @@ def find_wrong_name(metrics: dict[str, keras.Metric]) -> str | None:
     names_by_metric: dict[int, str] = {}
     for name, metric in metrics.items():
         if not name or not name.isprintable():
-            return f"names a metric {name!r}; give it a name of printable characters."
+            return f"names a metric {name!r}; use printable characters only."
         if name in RESERVED:
-            return f"names a metric '{name}', which each line of {FILE} has; give it another name."
+            return (
+                f"names a metric '{name}', which is a key of each line of {FILE}; choose "
+                "another name."
+            )
         other = names_by_metric.setdefault(id(metric), name)
         if other != name:
             return f"returned one metric as '{other}' and as '{name}'; create one for each name."

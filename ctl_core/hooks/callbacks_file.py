@@ -82,8 +82,8 @@ def find_callbacks(
     if not is_named and not path.resolve().is_relative_to(project.resolve()):
         shown = format_name(path)
         raise SetupError(
-            f"callbacks: the run's config.yaml names {shown}, outside of the project "
-            f"{format_name(project)}; to run that file, name it: --callbacks {shown}, or "
+            f"callbacks: the run's config.yaml names {shown}, outside the project "
+            f"{format_name(project)}; to run that file, pass it: --callbacks {shown}, or "
             "ctl.load(run, callbacks=module)."
         )
     copy_name = format_name(relative_path(copy))
@@ -91,14 +91,14 @@ def find_callbacks(
     if not path.is_file():
         cure = "name another"
         if has_copy:
-            cure = f"{copy_name} is as the run was trained"
+            cure = f"{copy_name} is the file with which the run was trained"
         raise _reject_missing(name, project, cure)
     if not has_copy or copy.read_bytes() == path.read_bytes():
         return HooksFile(path, path)
-    note = f"{format_name(name)} is not as it was when the run was trained; "
+    note = f"{format_name(name)} has changed since the run was trained; "
     if training:
-        note += "the run goes on with what it is now; "
-    return HooksFile(path, path, f"{note}--callbacks {copy_name} takes what it was.")
+        note += "the run continues with the current file; "
+    return HooksFile(path, path, f"{note}--callbacks {copy_name} uses the old one.")
 
 
 def _reject_missing(name: str, project: Path, cure: str) -> SetupError:
@@ -131,10 +131,10 @@ def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.
     """
     if hooks_file.stands_for in _importing:
         raise SetupError(
-            f"ctl.load at the top of {format_name(hooks_file.stands_for.name)} loads a run of that "
-            "same file, which would import itself without end; call it in a hook that runs while "
-            "training, pass the hooks of another file (callbacks=module), or begin with the "
-            "run's weights (--init-from RUN, without the head: --init-skip 'head/*')."
+            f"ctl.load at the top of {format_name(hooks_file.stands_for.name)} loads a run of "
+            "that same file, which would import itself endlessly; call it in a hook that only "
+            "training calls, pass the hooks of another file (callbacks=module), or start with "
+            "the run's weights (--init-from RUN, without the head: --init-skip 'head/*')."
         )
     original = hooks_file.stands_for
     project = project or Path.cwd()

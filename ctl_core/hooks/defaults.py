@@ -71,8 +71,8 @@ def explain_different_rows(batch: Batch, examples: int | None = None) -> str:
             cure = f"define def count_examples(batch): return tf.shape({path})[0]"
             break
     return (
-        "the tensors of a batch differ in their first dimension; call zip() before batch(), or, "
-        f"if an example has any number of rows, {cure}"
+        "the tensors of a batch differ in their first dimension; call zip() before batch(), "
+        f"or, if an example can have any number of rows, {cure}"
     )
 
 
@@ -117,8 +117,8 @@ def unpack(batch: Batch) -> tuple[ModelInput, Structure, tf.Tensor | None]:
         size = 2
     if not isinstance(batch, tuple | list) or len(batch) != size:
         raise ValueError(
-            "expected (inputs, targets) or (inputs, targets, weights), floats of [b] or [b, 1]; "
-            "for other batches write input_pre, loss_pre, metric_pre"
+            "expected (inputs, targets) or (inputs, targets, weights), with weights of shape "
+            "[b] or [b, 1]; for other batches write input_pre, loss_pre, metric_pre"
         )
     return batch[0], batch[1], weight
 
@@ -177,7 +177,7 @@ def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
     loss = tf.convert_to_tensor(loss)
     if loss.shape.rank == 0:
         raise ValueError(
-            "sample weights need a loss of each example, not one number of the whole batch "
+            "sample weights need one loss per example, not one number for the whole batch "
             "(reduction='none')"
         )
     return loss * tf.cast(tf.reshape(weight, [-1]), loss.dtype)

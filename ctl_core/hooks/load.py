@@ -147,7 +147,9 @@ def read_schedule(spec: HookSpec, value: UserObject, origin: str) -> dict[int, A
     """
     if not isinstance(value, dict) or not all(isinstance(n, int) and n > 0 for n in value):
         got = make_line(repr(value), 60)
-        expected = f"{spec.name} must be a dict {{N: function}} by numbers of steps from 1 up"
+        expected = (
+            f"{spec.name} must be a dict {{N: function}} with positive numbers of steps as keys"
+        )
         raise SetupError(f"{origin}: {expected}, got {got}.")
     return value
 
@@ -173,13 +175,16 @@ def read_arguments(spec: HookSpec, name: str, function: UserObject, origin: str)
             place = origin
             if find_code(function):
                 place = locate(function)
-            cure = f"; it may name {', '.join(available)}."
+            cure = f"; the available ones are {', '.join(available)}."
             if is_deferred:
                 raise SetupError(
-                    f"{place}: {name} is @deferred and asks for '{parameter.name}'{cure}"
+                    f"{place}: {name} is @deferred, so it cannot take the argument '"
+                    f"{parameter.name}'{cure}"
                 )
             suggestion = suggest(parameter.name, available) or cure
-            raise SetupError(f"{place}: {name} asks for '{parameter.name}'{suggestion}")
+            raise SetupError(
+                f"{place}: {name} takes an unknown argument '{parameter.name}'{suggestion}"
+            )
     return tuple(argument for argument in parameters if argument in available)
 
 
@@ -193,7 +198,7 @@ def find_misspelt(callbacks: Callbacks, origin: str) -> list[str]:
         close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)
         if close and could_be and name not in SPECS and not name.startswith("_"):
             warnings.append(
-                f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?"
+                f"{origin}: {name} is not a hook and is not used; did you mean {close[0]}?"
             )
     return warnings
 

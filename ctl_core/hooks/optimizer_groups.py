@@ -49,8 +49,8 @@ class OptimizerGroups(tf.Module):
         if len(indices) != 1:
             groups = f"{len(indices)} groups" if indices else "no group"
             raise ValueError(
-                f"the variable {name_variable(variable)} is in {groups}, expected one, also "
-                "while it is frozen"
+                f"the variable {name_variable(variable)} is in {groups}; it must be in exactly "
+                "one, even while it is frozen"
             )
         return indices[0]
 

@@ -115,7 +115,7 @@ class Recording:
         def create(make: Callable[..., tf.Variable], **values: Any) -> tf.Variable:
             variable = make(**values)
             name = variable.name.split(":")[0]
-            self._late.append((f"{hook}: makes the variable {name}", weakref.ref(variable)))
+            self._late.append((f"{hook}: creates the variable {name}", weakref.ref(variable)))
             return variable
 
         with tf.variable_creator_scope(create):

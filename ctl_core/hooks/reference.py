@@ -22,8 +22,9 @@ _RUNS = {
     Place.HOST: "on the host, between two steps",
 }
 _FOOTER = """\
-A hook names only the arguments that it uses, in any order, and may also name config and hparams.
-A hook that callbacks.py leaves out is the default. `python -m ctl_core hooks NAME` explains one.
+A hook declares only the arguments that it uses, in any order.
+Every hook can also take config and hparams. Hooks that callbacks.py leaves out use their
+defaults. `python -m ctl_core hooks NAME` explains one.
 """
 
 
@@ -73,7 +74,7 @@ def _list_lines(spec: HookSpec) -> Iterator[str]:
     yield f"form: {spec.form.value}"
     if spec.form is not Form.NAMES:
         yield ""
-        yield "arguments, of which the hook names only those that it uses:"
+        yield "arguments, of which the hook declares only those that it uses:"
         yield from _list_arguments([*spec.arguments, *COMMON_ARGUMENTS])
     if spec.returns:
         yield ""

@@ -19,7 +19,7 @@ class Form(enum.Enum):
     """The kind of value that callbacks.py assigns to the name of a hook."""
 
     FUNCTION = "a function"
-    SCHEDULE = "a dict {N: function or list of functions} by numbers of steps"
+    SCHEDULE = "a dict {N: function or list of functions}, with numbers of steps as keys"
     FUNCTIONS = "a function or a list of functions"
     NAMES = "a list of names"
 

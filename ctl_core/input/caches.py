@@ -77,6 +77,6 @@ def refuse_shared_caches(hook: Hook, dataset: tf.data.Dataset, cluster: Cluster)
     if len(set(checksums)) < len(checksums):
         file = files[0] if files else ""  # this process itself may have no unfinished cache file
         raise hook.reject(
-            f"several processes would write the cache file {file} at once; "
-            "name one for each process, such as f'cache-{os.getpid()}', or cache in memory."
+            f"several processes would write the cache file {file} at once; use one file per "
+            f"process, such as f'cache-{os.getpid()}', or cache in memory."
         )

@@ -189,7 +189,7 @@ class Reader:
         passes = _read_passes(readable)
         first = next(passes)
         if first is None:
-            raise ValueError("the reader has no element")
+            raise ValueError("the reader has no elements")
         self._start = first.state
         self.first_element = first.element
         self._reading = Reading(itertools.chain([first], passes))
@@ -215,8 +215,8 @@ class Reader:
             is_used_up or isinstance(readable, keras.utils.PyDataset)
         ):
             raise ValueError(
-                f"the {type(readable).__name__} is made outside of the hook, and cannot be read "
-                "again; make it inside"
+                f"the {type(readable).__name__} was created outside the hook, and can be read "
+                "only once; create it inside the hook"
             )
         self.readable = readable
         return _read_passes(readable, state)
@@ -299,8 +299,8 @@ class Reader:
         pairs = zip(tf.nest.flatten(self.spec), tf.nest.flatten(spec), strict=True)
         if not all(expected.is_compatible_with(actual) for expected, actual in pairs):
             raise ValueError(
-                f"an element is {describe(spec)}, expected {describe(self.spec)}; sizes that vary "
-                "need an element_spec with None"
+                f"an element is {describe(spec)}, expected {describe(self.spec)}; if sizes "
+                "vary, define an element_spec with None"
             )
 
     def note_used(self, examples: int) -> None:
@@ -333,9 +333,11 @@ class Reader:
             passes = self._open(state)
             drawn = next(passes)
             if drawn is None or _compute_checksum(drawn.element) != checksum:
-                raise ValueError("by it, it gives other elements than it did")
+                raise ValueError(
+                    "after restoring its state, the reader returned other elements than before"
+                )
         except Exception as error:
-            return f"the reader does not take its state back: {format_error(error)}"
+            return f"the reader cannot restore its state: {format_error(error)}"
         self._reading = Reading(itertools.chain([drawn], passes), position, skipped)
         return None
 
@@ -533,7 +535,7 @@ def encode(value: ReaderState) -> Literals:
         return {_ARRAY: (array.dtype.str, array.shape, array.tobytes(), kind.__name__)}
     if value is None or kind in (bool, int, float, str, bytes):
         return value
-    raise ValueError(f"the reader's state holds a {kind.__name__}: {value!r:.50}")
+    raise ValueError(f"the reader's state contains a {kind.__name__}: {value!r:.50}")
 
 
 def decode(value: Literals) -> ReaderState:

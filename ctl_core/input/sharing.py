@@ -426,7 +426,7 @@ def read_rows(element: Batch) -> int | None:
 def reject_elements(data_hook: Hook, spec: BatchSpec) -> SetupError:
     """Returns the error for elements that are not batches."""
     return data_hook.reject(
-        f"returned elements {describe(spec)}, expected batches of tensors that have a row for each "
+        f"returned elements {describe(spec)}, expected batches of tensors with one row per "
         "example: use dataset.batch(global_batch_size), or write count_examples."
     )
 

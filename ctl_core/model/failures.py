@@ -79,9 +79,9 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
             # TensorFlow cancels all of them, even the failed device, before the function can return
             # the reason.
             raise errors.RunError(
-                f"a device failed after step {step}, and TensorFlow does not tell why if there are "
-                "several; train on one device (--strategy one_device), which takes the same steps "
-                "and names the hook."
+                f"a device failed after step {step}; with several devices, TensorFlow does not "
+                "report why. Train on one device (--strategy one_device), which takes the "
+                "same steps and names the hook."
             ) from error
         raise errors.RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
 

@@ -45,7 +45,7 @@ def compare_forward(cluster: Cluster, hooks: Hooks, operations: Iterable[tf.Oper
     cluster.compare(
         _count_by_line(operations, hooks),
         "the forward pass is not the same on every process of the cluster",
-        "hooks must do the same on each of them, whatever its environment.",
+        "hooks must build the same graph on all of them, whatever their environment.",
         absent="0×",
     )
 

@@ -134,7 +134,7 @@ def sum_loss(components: ForwardComponents, loss: Structure, batch: Batch) -> tf
     """
     create_loss = components.hooks.create_loss
     if isinstance(loss, dict):
-        raise create_loss.reject("the loss is a dict; return the sum of its parts.")
+        raise create_loss.reject("the loss is a dict; return the sum of its values.")
     loss = tf.convert_to_tensor(loss)
     examples = components.count_examples(batch)
     if not isinstance(examples, int):
@@ -145,8 +145,8 @@ def sum_loss(components: ForwardComponents, loss: Structure, batch: Batch) -> tf
     if not has_valid_shape or not loss.dtype.is_floating:
         raise create_loss.reject(
             f"the loss is {describe(loss)}; expected floating-point numbers, one per example "
-            f"(shape [{examples or 'batch'}]) or their sum (shape []); batch_weight says what "
-            "divides it."
+            f"(shape [{examples or 'batch'}]) or their sum (shape []). To divide by something "
+            "other than the number of examples, use batch_weight."
         )
     return tf.reduce_sum(cast_to_float32(loss))
 
@@ -158,8 +158,9 @@ def _refuse_broadcast(create_loss: Hook, graph: tf.Graph) -> None:
         return
     shapes = " and ".join(str(value.shape.as_list()) for value in op.inputs)
     raise SetupError(
-        f"{create_loss.locate(read_frames(op))}: {op.type} of the shapes {shapes} compares each "
-        "example with every other; give both one shape, by tf.squeeze(output, -1), say."
+        f"{create_loss.locate(read_frames(op))}: {op.type} of the shapes {shapes} compares "
+        "each example with all others; give both the same shape, for example with "
+        "tf.squeeze(output, -1)."
     )
 
 
@@ -370,7 +371,7 @@ def _leave_out_unused(
         names = ", ".join(unused[:5])
         if len(unused) > 5:
             names += " and others"
-        message = f"the loss does not depend on {names}: not updated."
+        message = f"the loss does not depend on {names}, so they are not updated."
         if not kept_gradients:
             raise context.hooks.grad_pre.reject(message)
         warn(message)

@@ -28,9 +28,9 @@ def refuse_hooks(hooks: Hooks) -> None:
     pieces = [name for name in PIECES if name in hooks.update_pre.arguments]
     if pieces:
         raise hooks.update_pre.reject(
-            f"takes {' and '.join(pieces)}, which differ between devices; with logical_replicas, "
-            "an update may depend only on sums over them: leave out these arguments or "
-            "logical_replicas."
+            f"takes {' and '.join(pieces)}, which differ between devices; with "
+            "logical_replicas, an update may depend only on sums over all devices: leave out "
+            "these arguments or logical_replicas."
         )
 
 
@@ -44,13 +44,14 @@ def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:
         name = f"{type(layer).__name__} '{layer.name}'"
         if getattr(layer, "stateful", False):
             raise hooks.create_model.reject(
-                f"{name} is stateful: its rows would have to be on the same logical replica in "
-                "each step; leave out stateful=True or logical_replicas."
+                f"{name} is stateful: each row would have to stay on the same logical replica "
+                "in all steps; leave out stateful=True or logical_replicas."
             )
         if getattr(layer, "synchronized", False):
             raise hooks.create_model.reject(
-                f"{name} is synchronized, which needs all replicas at the same moment, while a "
-                "device computes logical replicas one after another; leave out one of the two."
+                f"{name} is synchronized, which needs all replicas at the same time, but a "
+                "device computes logical replicas one after another; leave out one of the "
+                "two."
             )
 
 

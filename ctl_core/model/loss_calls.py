@@ -96,8 +96,9 @@ def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
         is_of_hook = not is_sum_of_layer and not _is_in_keras(calls[:index])
         if file in _COLLECTIVES and is_of_hook:
             raise SetupError(
-                f"{_locate(hooks, calls[:index])}: {name} brings together the rows of one "
-                "micro-batch only, so the loss would depend on accumulate_steps; leave that out."
+                f"{_locate(hooks, calls[:index])}: {name} exchanges only the rows of one "
+                "micro-batch, so the loss would depend on accumulate_steps; leave that "
+                "setting out."
             )
 
 

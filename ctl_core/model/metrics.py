@@ -47,14 +47,17 @@ def update_metrics(
         arguments_by_metric = dict.fromkeys(metrics, returned)
     for name, arguments in arguments_by_metric.items():
         if name not in metrics:
-            raise HookFailed(f"{hook}: '{name}' is none of the metrics {', '.join(metrics)}.")
+            raise HookFailed(
+                f"{hook}: there is no metric '{name}'; the metrics are {', '.join(metrics)}."
+            )
         if not isinstance(arguments, tuple | list):
             arguments = (arguments,)
         try:
             update_if(present, metrics[name].update_state, *widen(metrics[name], arguments))
         except Exception as error:
             raise HookFailed(
-                f"{hook}: the metric '{name}' refuses what it returned: {format_error(error)}"
+                f"{hook}: the metric '{name}' does not accept the returned arguments: "
+                f"{format_error(error)}"
             ) from error
 
 
@@ -126,8 +129,8 @@ def _select_train_metrics(
     for name in metrics:
         if name not in arguments:
             raise HookFailed(
-                f"{hook}: it returns nothing for the metric '{name}' of create_train_metrics; "
-                "add it, or write train_metric_pre."
+                f"{hook}: it returns no arguments for the metric '{name}' of "
+                "create_train_metrics; add them, or write train_metric_pre."
             )
     return {name: arguments[name] for name in metrics}
 

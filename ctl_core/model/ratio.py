@@ -111,8 +111,8 @@ def _check_weight(hook: Hook, ratio: float) -> None:
     """Rejects a ``batch_weight`` whose results are not sums over the examples."""
     if ratio < _MAX_RATIO_OF_WHOLE or ratio * _MAX_RATIO_OF_WHOLE > 1:
         raise hook.reject(
-            f"some examples together weigh {ratio:.2f} times what they do one by one; return a "
-            "sum, which may be 0, and no mean or maximum."
+            f"the weight of a batch is {ratio:.2f} times the sum of its examples' weights; "
+            "return a sum, which may be 0, not a mean or a maximum."
         )
 
 
@@ -132,8 +132,9 @@ def _check_loss(state: State, objective: str, ratio: float, console: Console) ->
         )
     if _MIN_RATIO_OF_MEAN <= ratio <= _MAX_RATIO_OF_WHOLE:
         console.warn(
-            f"{hook}: {loss} is of a batch as a whole: {evidence}. It depends on devices, unless "
-            "these exchange what it is made of, by ctl_core.all_gather or all_reduce."
+            f"{hook}: {loss} depends on the whole batch: {evidence}. It therefore depends on "
+            "the number of devices, unless they exchange the values that it is computed from, "
+            "with ctl_core.all_gather or all_reduce."
         )
 
 

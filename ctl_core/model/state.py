@@ -79,8 +79,9 @@ def check_hook_state(values: dict[str, Any], where: str) -> None:
         is_same = False
     if not is_same:
         raise RunError(
-            f"{where}: state holds {quote(values, 120)}, which no checkpoint brings back as it is; "
-            "use numbers, texts, lists and dicts: float(x), array.tolist()."
+            f"{where}: state contains {quote(values, 120)}, which a checkpoint cannot restore "
+            "unchanged; use numbers, strings, lists and dicts, such as float(x) or "
+            "array.tolist()."
         )
 
 

@@ -125,7 +125,7 @@ class LearningRate(Rate, tf.Module):
     def assign(self, value: Operand) -> None:
         """Sets the value, which the next step uses, and ends the schedule, if there is one."""
         if self.schedule is not None:
-            warn("a hook assigns lr, which ends lr_schedule and warmup.")
+            warn("a hook assigned lr, so lr_schedule and warmup no longer apply.")
             self.schedule.active.assign(False)
         self.variable.assign(value)
 
@@ -190,9 +190,9 @@ class RateSchedule:
         next_rate = config.learning_rate * float(self._compute_fraction(step + 1))
         return (
             f"lr jumps from {rate:.3g} to {next_rate:.3g}: lr_schedule {config.lr_schedule} is "
-            f"computed anew for {self.last} steps. For a curve without a jump, begin a run with "
-            "the final number of steps; to train on at one rate, use --lr-schedule constant and "
-            "--learning-rate."
+            f"computed again, for {self.last} steps. For a curve without a jump, start a run "
+            "with the final number of steps; to continue at a constant rate, use "
+            "--lr-schedule constant and --learning-rate."
         )
 
     def _compute_fraction(self, step: Count) -> tf.Tensor:

@@ -161,8 +161,9 @@ class LossScale:
         if self.value.numpy() > MIN_SCALE:
             return None
         return (
-            "updates are skipped: gradients were not finite in float16, however far the loss was "
-            "scaled down; if the loss is finite with precision float32, take bfloat16."
+            "updates are skipped, because gradients were not finite in float16 even with the "
+            "smallest loss scale; if the loss is finite with --precision float32, use "
+            "bfloat16."
         )
 
 

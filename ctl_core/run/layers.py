@@ -62,7 +62,7 @@ class _Loader(yaml.SafeLoader):
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
         if node is not None and _count_values(node, {}) > _MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases make more than {_MOST_VALUES:,} values of it")
+            raise yaml.YAMLError(f"its aliases expand to more than {_MOST_VALUES:,} values")
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -123,7 +123,7 @@ def read_file(path: Path, required: bool = True) -> Layer:
             return Layer({})
         raise SetupError(f"{where}: there is no such settings file.") from None
     except UnicodeDecodeError as error:
-        raise SetupError(f"{where}: no valid UTF-8: {make_line(error, 200)}.") from error
+        raise SetupError(f"{where}: not valid UTF-8: {make_line(error, 200)}.") from error
     layer = Layer(content, f"{where}: ")
     is_of_run = any((path.parent / name).exists() for name in ("train.log", "ckpt"))
     if is_of_run:
@@ -147,13 +147,13 @@ def parse_settings(text: str, where: str) -> dict[str, SettingValue]:
         line = ""
         if error.problem_mark is not None:
             line = f"line {error.problem_mark.line + 1}: "
-        raise SetupError(f"{where}: no valid YAML: {line}{error.problem}.") from error
+        raise SetupError(f"{where}: not valid YAML: {line}{error.problem}.") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise SetupError(f"{where}: no valid YAML: {make_line(error, 200)}.") from error
+        raise SetupError(f"{where}: not valid YAML: {make_line(error, 200)}.") from error
     except RecursionError:
         raise SetupError(f"{where}: its values are nested too deeply.") from None
     if not isinstance(content, dict):
-        raise SetupError(f"{where}: expected lines of the form 'name: value'.")
+        raise SetupError(f"{where}: expected lines such as 'name: value'.")
     return {str(name): value for name, value in content.items()}
 
 
@@ -181,7 +181,10 @@ def find_unknown_variables() -> list[str]:
     """Returns a warning for each ``CTL_*`` variable that is not a setting."""
     known = [f"{ENV_PREFIX}{name.upper()}" for name in (*SETTINGS, "config")]
     return [
-        f"warning: the environment has {format_name(name)}, no setting{suggest(name, known)}"
+        (
+            f"warning: the environment variable {format_name(name)} is not a setting"
+            f"{suggest(name, known)}"
+        )
         for name in os.environ
         if name.startswith(ENV_PREFIX) and name.split("__")[0] not in known
     ]
@@ -271,7 +274,10 @@ def merge_hparams(
         if known and name not in known:
             all_names = f"; a settings file has {make_line(', '.join(map(str, known)), 100)}"
             hint = suggest(str(name), map(str, known)) or all_names
-            raise SetupError(f"{format_name(full_name)}: no settings file has it{hint}")
+            raise SetupError(
+                f"{format_name(full_name)}: there is no such hyperparameter in a "
+                f"settings file{hint}"
+            )
         known_inside: dict[str, Any] | None = None
         if known is not None:
             value = _convert(value, present, full_name)
@@ -306,7 +312,10 @@ def _convert(value: SettingValue, present: SettingValue, where: str) -> SettingV
     try:
         return TypeAdapter(type(present)).validate_python(value)
     except ValidationError:
-        expected = f"expected a value such as {quote(present, 40)}, which a settings file has"
+        expected = (
+            f"expected a value of the same kind as {quote(present, 40)}, the value in a "
+            "settings file"
+        )
         raise SetupError(f"{format_name(where)}: {expected}, got {quote(value)}.") from None
 
 

@@ -90,7 +90,7 @@ def find_listener(name: str) -> type[Listener]:
     except (Exception, SystemExit) as error:
         raise SetupError(f"listener: {name}: {format_error(error)}") from error
     if not (isinstance(listener, type) and issubclass(listener, Listener)):
-        raise SetupError(f"listener: {name} is no class that is made of ctl_core.Listener.")
+        raise SetupError(f"listener: {name} is not a subclass of ctl_core.Listener.")
     return listener
 
 
@@ -127,7 +127,7 @@ class Listeners:
         except (Exception, SystemExit) as error:
             LOG.info("an error of a listener", exc_info=error)
             name = _name_class(listener)
-            warn(f"listener: {name}: {format_error(error)}; training goes on without it.")
+            warn(f"listener: {name}: {format_error(error)}; training continues without it.")
             self._listening = [other for other in self._listening if other is not listener]
 
 
@@ -223,7 +223,7 @@ class TrainingLog(Listener):
             commit = f"commit {env['commit'][:10]}"
         settings = [f"{name} {quote(value, 40)}" for name, value in find_changes(config).items()]
         entry += f"- Settings: {', '.join(settings) or 'the defaults'}\n"
-        entry += f"- {time.strftime('%F %H:%M')}: begins, {commit}"
+        entry += f"- {time.strftime('%F %H:%M')}: started, {commit}"
         if env["dirty"]:
             entry += " with changes"
         self._append(f"{entry}\n")

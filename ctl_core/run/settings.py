@@ -76,7 +76,8 @@ def _check_name(name: str) -> str:
     else:
         problem = f"{quote(name)} does not begin with a letter or a digit"
     raise ValueError(
-        f"{problem}; a run is a folder in runs_dir, so use letters, digits, '.', '_' and '-'."
+        f"{problem}; the name becomes a folder in runs_dir, so use only letters, digits, '.', "
+        "'_' and '-'."
     )
 
 
@@ -122,70 +123,108 @@ class Config:
             and the value.
     """
 
-    steps: Count | None = declare(None, "train until this step, counted from the run's start")
-    epochs: Count | None = declare(None, "the same in passes over the training data")
-    overfit_batches: Count = declare(0, "train on the first N global batches alone, over and over")
-    batch_size: Number = declare(64, "global batch size, shared out over the replicas")
-    accumulate_steps: Number = declare(1, "micro-batches of an update, to save memory, not time")
+    steps: Count | None = declare(
+        None, "number of steps to train in total, including those before a resume"
+    )
+    epochs: Count | None = declare(None, ("the same as a number of passes over the training data"))
+    overfit_batches: Count = declare(0, ("train only on the first N global batches, over and over"))
+    batch_size: Number = declare(64, "global batch size, split between the replicas")
+    accumulate_steps: Number = declare(1, "micro-batches per update; saves memory, not time")
     logical_replicas: Number | None = declare(
-        None, "shares of a batch: the same bits on any number of devices or processes; slower"
+        None,
+        (
+            "split each batch into N parts: the same bits on any number of devices or "
+            "processes; slower"
+        ),
     )
     intra_op_threads: Number | None = declare(
-        None, "threads of an op; null: all cores, or TensorFlow's choice"
+        None, "threads per op; null: all cores, or TensorFlow's choice"
     )
-    last_batch: Literal["drop", "keep"] = declare("drop", "keep: a pass ends in a smaller batch")
-    precision: _Precision = declare("float32", "what Keras layers compute in; weights: float32")
+    last_batch: Literal["drop", "keep"] = declare(
+        "drop", "drop or keep the smaller batch at the end of a pass"
+    )
+    precision: _Precision = declare(
+        "float32", "dtype in which Keras layers compute; weights stay float32"
+    )
     jit_compile: bool | Literal["auto"] = declare(
-        "auto", "compile steps with XLA; auto: on a single GPU, if it can", "auto"
+        "auto", "compile steps with XLA; auto: on a single GPU, if possible", "auto"
     )
-    on_nan: Literal["stop", "warn", "ignore"] = declare("warn", "at a NaN or infinite loss")
-    detect_anomaly: bool = declare(False, "name the first op that gives NaN or infinity; slower")
+    on_nan: Literal["stop", "warn", "ignore"] = declare(
+        "warn", "reaction to a NaN or infinite loss"
+    )
+    detect_anomaly: bool = declare(
+        False, "report the first op that returns NaN or infinity; slower"
+    )
     learning_rate: float = declare(0.001, "initial value of lr", gt=0, lt=1e30)
-    lr_schedule: _Schedule = declare("constant", "how lr falls until the last step")
-    warmup: Count = declare(0, "steps in which lr first rises to learning_rate")
-    ema: float | None = declare(None, "use averages of weights, decay such as 0.999", gt=0, lt=1)
-    seed: int = declare(0, "seeds Python, NumPy, TensorFlow and Keras", ge=0, lt=2**32)
-    run_name: _Name | None = declare(None, "folder in runs_dir; one that is there goes on", "wide")
-    fork: FilePath | None = declare(None, "go on from a run as a new one: a, a@300 or a@best")
-    init_from: FilePath | None = declare(None, "weights of a run, Keras file or SavedModel")
+    lr_schedule: _Schedule = declare(
+        "constant", "how the learning rate decreases until the last step"
+    )
+    warmup: Count = declare(0, "steps in which the learning rate first rises from 0")
+    ema: float | None = declare(
+        None, "average the weights with this decay, such as 0.999", gt=0, lt=1
+    )
+    seed: int = declare(0, "seed of Python, NumPy, TensorFlow and Keras", ge=0, lt=2**32)
+    run_name: _Name | None = declare(
+        None, ("folder in runs_dir; if it exists, that run is resumed"), "wide"
+    )
+    fork: FilePath | None = declare(
+        None, "start a new run from the state of another: a, a@300 or a@best"
+    )
+    init_from: FilePath | None = declare(
+        None, "start with the weights of a run, Keras file or SavedModel"
+    )
     init_skip: list[str] | None = declare(
-        None, "paths of variables that init_from leaves out; again for more", "head/*"
+        None, "paths of variables that init_from does not load; repeatable", "head/*"
     )
     ckpt_every: _PeriodOrTime = declare(1000, "save every N steps, 1epoch or 10min", "10min")
-    eval_every: _Period = declare(1000, "evaluate every N steps (0: at its end), 1epoch", "1epoch")
-    eval_batch_size: Number | None = declare(None, "that of evaluations; null: as for training")
-    limit_eval: Number | None = declare(None, "evaluate the first N batches of each set only")
-    max_time: _Time | None = declare(None, "stop and save after this time", "7h30m")
-    log_every: Number = declare(100, "write create_train_metrics every N steps, and begin anew")
-    log_seconds: float = declare(
-        10.0, "seconds between lines of progress in a log or a pipe", gt=0, lt=1e6
+    eval_every: _Period = declare(
+        1000, "evaluate every N steps or 1epoch; 0: only at the end", "1epoch"
     )
-    keep: Number = declare(50, "number of the newest checkpoints that are kept")
-    keep_best: _Best | None = declare(None, "keep the best by METRIC or METRIC:max", "loss")
+    eval_batch_size: Number | None = declare(
+        None, "batch size of evaluations; null: as in training"
+    )
+    limit_eval: Number | None = declare(None, ("evaluate only the first N batches of each dataset"))
+    max_time: _Time | None = declare(None, "save and stop after this time", "7h30m")
+    log_every: Number = declare(
+        100, "write and reset the metrics of create_train_metrics every N steps"
+    )
+    log_seconds: float = declare(
+        10.0, "seconds between progress lines in a log or a pipe", gt=0, lt=1e6
+    )
+    keep: Number = declare(50, "number of newest checkpoints to keep")
+    keep_best: _Best | None = declare(
+        None,
+        "also keep the checkpoint with the best METRIC; METRIC:max if higher is better",
+        "loss",
+    )
     early_stop: _Patience | None = declare(
         None,
-        "METRIC:N, or METRIC:max:N: end when it has not become better for N evaluations",
+        "METRIC:N or METRIC:max:N: stop when METRIC has not improved in N evaluations",
         "loss:3",
     )
     strategy: _Strategy = declare("auto", "auto: the cluster of TF_CONFIG, else all GPUs")
-    virtual_devices: Number = declare(1, "split the CPU, to try multi-GPU code on a laptop")
-    workers: Number = declare(1, "train in a cluster of N processes here", lt=2**10)
-    max_restarts: Count = declare(3, "starts of that cluster after a crash of a worker")
+    virtual_devices: Number = declare(1, "split the CPU into N devices, to try multi-GPU code")
+    workers: Number = declare(1, "train in N processes on this machine", lt=2**10)
+    max_restarts: Count = declare(3, "maximum number of restarts after a worker crashes")
     stall_seconds: Count = declare(
-        120, "say where training hangs if nothing ends for N seconds; 0: never"
+        120, "report where training hangs if nothing ends for N seconds; 0: never"
     )
     deterministic: bool = declare(False, "bit-identical results from run to run; slower")
-    profile: _Steps | None = declare(None, "START:STOP, steps to profile for TensorBoard", "50:60")
+    profile: _Steps | None = declare(None, "steps START:STOP to profile for TensorBoard", "50:60")
     runs_dir: FilePath = declare("runs", "folder of the runs")
     mirror: _Place | None = declare(
-        None, "URL or path where checkpoints are copied, to outlive this machine", "s3://bucket/x"
+        None,
+        "URL or path to which checkpoints are copied, in case this machine is lost",
+        "s3://bucket/x",
     )
-    mirror_keep: Number = declare(3, "newest checkpoints there; the best one is kept, too")
+    mirror_keep: Number = declare(3, "number of newest checkpoints to keep there, besides the best")
     callbacks: FilePath = declare("callbacks.py", "Python file with the hooks")
-    listener: _Class | None = declare(None, "a class that hears what a run says", "tracker.Tracker")
+    listener: _Class | None = declare(
+        None, "class that is told about the events of a run", "tracker.Tracker"
+    )
     debug: bool = declare(False, "show tracebacks and TensorFlow's own messages")
     hparams: dict[str, Any] = Field(
-        default_factory=dict, description="values of your own: --hparams.width 64"
+        default_factory=dict, description="your own hyperparameters: --hparams.width 64"
     )
 
     def __post_init__(self) -> None:
@@ -193,17 +232,19 @@ class Config:
             values = (getattr(self, first), getattr(self, second))
             if None not in values:
                 raise SetupError(
-                    f"{first} and {second}: give one of the two, got {values[0]} and {values[1]}."
+                    f"{first} and {second}: set only one of the two, got {values[0]} and "
+                    f"{values[1]}."
                 )
         if self.init_skip and self.init_from is None:
             raise SetupError(
-                f"init_skip: {self.init_skip} leaves out variables of init_from, which is not set; "
-                "set it, too."
+                f"init_skip: {self.init_skip} skips variables of init_from, which is not set; "
+                "set init_from, too."
             )
         if self.detect_anomaly and (self.jit_compile is True or self.precision == "float16"):
             raise SetupError(
-                "detect_anomaly: needs --no-jit-compile, which makes one op of all, and another "
-                "precision than float16, whose loss scale makes gradients infinite now and then."
+                "detect_anomaly: needs --no-jit-compile, because XLA fuses all ops into one, "
+                "and a precision other than float16, whose loss scale makes gradients "
+                "infinite now and then."
             )
 
         if self.logical_replicas is not None:
@@ -216,12 +257,13 @@ class Config:
         if self.logical_replicas is not None and self.logical_replicas > self.batch_size:
             return (
                 f"{self.logical_replicas} logical replicas cannot share a batch of "
-                f"{self.batch_size}; take at most batch_size of them."
+                f"{self.batch_size}; use at most batch_size logical replicas."
             )
         if self.accumulate_steps > 1:
             return (
-                f"leave out accumulate_steps, which is {self.accumulate_steps}: a device already "
-                "computes its logical replicas one after another."
+                f"cannot be combined with accumulate_steps, which is {self.accumulate_steps}; "
+                "leave that out, because a device already computes its logical replicas one "
+                "after another."
             )
         return None
 
@@ -307,9 +349,9 @@ _EXPECTED = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
-    "greater_than_equal": "a number from {ge} up",
+    "greater_than_equal": "a number of at least {ge}",
     "greater_than": "a number above {gt}",
-    "string": "a text (in quotes, if it looks like a number)",
+    "string": "a string (in quotes if it looks like a number)",
 }
 
 

@@ -27,7 +27,7 @@ from ctl_core.run.errors import ENGINE, NOT_THE_USERS
 from ctl_core.run.settings import Config, flatten
 from ctl_core.types import Callbacks, Optimizer
 
-_ALIKE = "the processes of the cluster are not alike"
+_ALIKE = "the processes of the cluster differ"
 _CURE = "give all of them the same files, packages and devices."
 # Settings that affect only the reports of a process, and not its computation.
 _MAY_DIFFER = ("debug", "runs_dir")
@@ -47,14 +47,14 @@ def compare_processes(
         return
     cluster.compare(
         {"intra_op_threads": repr(config.intra_op_threads)},
-        "the processes compute with different numbers of threads, so their bits would differ",
-        "on machines with other numbers of cores, give each process --intra-op-threads N.",
+        "the processes use different numbers of threads, so their bits would differ",
+        "on machines with different numbers of cores, pass --intra-op-threads N to each process.",
     )
     settings = flatten(dataclasses.asdict(config))
     cluster.compare(
         {name: repr(value) for name, value in settings.items() if name not in _MAY_DIFFER},
-        "the settings are not the same on every process of the cluster",
-        "give each of them the same config.yaml, CTL_ variables and flags.",
+        "the settings differ between the processes of the cluster",
+        "give all of them the same config.yaml, CTL_ variables and flags.",
         absent="nothing",
     )
     cluster.compare(find_process_facts(strategy, callbacks), _ALIKE, _CURE)

@@ -28,11 +28,14 @@ def describe_start(state: State, start: int, last: int) -> str:
     run = relative_path(state.run_dir)
     if state.ended:
         return (
-            f"{run}: ended early, at step {start} of {last}, nothing left to train; more steps, or "
-            "--continue, let it go on."
+            f"{run}: ended early, at step {start} of {last}, so there is nothing left to "
+            "train; to continue, raise --steps or pass --continue."
         )
     if start >= last:
-        return f"{run}: at step {start} of {last}, nothing left to train; more steps let it go on."
+        return (
+            f"{run}: already at step {start} of {last}, so there is nothing left to train; "
+            "to continue, raise --steps."
+        )
     beginning = f"resuming at step {start}" if start else "training"
     nature = ""
     shape = state.components.shape
@@ -73,7 +76,7 @@ def _describe_devices(state: State) -> str:
 def describe_compilation_change(state: State) -> str:
     """Returns the message for a resumed run that switches between compiled and uncompiled steps."""
     now = "compiled" if state.compilation.is_compiled else "not compiled"
-    return f"jit_compile: steps are {now} from here on, and draw other random numbers, if any."
+    return f"jit_compile: steps are {now} from now on, and draw other random numbers, if any."
 
 
 def describe_nature(layers: Sequence[keras.Layer], drawing_layers: Sequence[str]) -> str:
@@ -94,7 +97,7 @@ def describe_nature(layers: Sequence[keras.Layer], drawing_layers: Sequence[str]
     if not reasons:
         return ""
     causes = " and ".join(reasons)
-    return f" Weights depend on the number of replicas: each has {causes} of its own."
+    return f" Weights depend on the number of replicas: each has its own {causes}."
 
 
 def count_parameters(state: State) -> str:
@@ -120,7 +123,7 @@ def describe_end(state: State, start: int) -> list[str]:
     run_name = Path(state.run_dir).name
     if state.stopped_by is not None:
         name = signal.Signals(state.stopped_by).name
-        ending = f"stopped by {name}, saved; goes on from here with --run-name {run_name}"
+        ending = f"stopped by {name}, saved; to continue from here: --run-name {run_name}"
     elif state.ended:
         ending = "ended early"
     else:
@@ -129,17 +132,17 @@ def describe_end(state: State, start: int) -> list[str]:
     duration = f"{state.step - start} steps in {all_seconds:.1f} s"
     other_seconds = all_seconds - state.clock.measure_training()
     if other_seconds > 0.1:
-        duration += f", {other_seconds:.1f} s of them evaluations and checkpoints"
+        duration += f", including {other_seconds:.1f} s of evaluations and checkpoints"
     facts = [f"step {state.step}", duration]
     peak = read_peak_memory(state.strategy.extended.worker_devices)
     if peak is not None:
-        facts.append(f"at most {peak / 2**20:.0f} MiB of a GPU's memory")
+        facts.append(f"peak GPU memory {peak / 2**20:.0f} MiB")
     lines = [f"{ending}: {'; '.join(facts)}."]
     if state.metrics:
         result = format_evaluation(state.metrics, state.progress.evaluated, state.step)
         best_step = find_best_step(state.progress.best)
         if best_step >= 0:
-            result += f"; the best checkpoint is that of step {best_step}"
+            result += f"; the best checkpoint is the one of step {best_step}"
         lines.append(f"{result}.")
     run = relative_path(state.run_dir)
     next_commands = [f"tensorboard --logdir {Path(run).parent}"]
@@ -159,12 +162,12 @@ def describe_nonfinite(state: State) -> list[str]:
         at_least = "at least " if state.cluster.task.processes > 1 else ""
         last_one = ", the last one" if noted.latest == state.step else ""
         warnings.append(
-            f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, from "
-            f"{noted.first} to {noted.latest}{last_one}."
+            f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, first "
+            f"in step {noted.first}, last in step {noted.latest}{last_one}."
         )
     if noted.zeroed:
         warnings.append(
-            f"update_pre was passed NaN in gradients in {noted.zeroed} of {state.step} steps with "
-            "a finite loss; its default turns NaN into 0."
+            f"update_pre received NaN in gradients in {noted.zeroed} of {state.step} steps "
+            "with a finite loss; its default replaces NaN by 0."
         )
     return warnings

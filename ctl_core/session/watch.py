@@ -211,8 +211,8 @@ class Watch:
                 where = f"; this process was {place.text}"
             self._end_process(
                 signal.SIGTERM,
-                f"SIGTERM: nothing ended within {limit:.0f} s{where}; it ends unsaved, and the run "
-                "goes on from its last checkpoint.",
+                f"SIGTERM: nothing ended within {limit:.0f} s{where}; this process ends "
+                "without saving, and the run resumes from its last checkpoint.",
             )
 
     def _end_process(self, number: int, text: str) -> None:
@@ -284,8 +284,8 @@ class Watch:
             where += self._describe_threads()
         others = self._ask_others(step, place.text)
         self._console.warn(
-            f"step {step}: for {seconds:.0f} s, no step, batch of an evaluation or checkpoint has "
-            f"ended; this process is {where}{others}."
+            f"step {step}: nothing has ended for {seconds:.0f} s (no step, evaluation batch or "
+            f"checkpoint); this process is {where}{others}."
         )
 
     def _describe_threads(self) -> str:
@@ -319,7 +319,7 @@ class Watch:
                     continue
                 left = max(until - time.monotonic(), 0.1)
                 answer = read_published(f"ctl_core/stall/{step}/{index}", left)
-                where = "has not said where it is"
+                where = "at an unknown place"
                 if answer is not None:
                     where = f"is {json.loads(answer)}"
                 answers.append(f"; {task.describe(index)} {where}")

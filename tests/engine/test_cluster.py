@@ -57,7 +57,7 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
     [
         ("drift", ("after step 3, sequential", "out/bias", "between replicas 0 and 1")),
         ("stopped", ("the loss of step 3 is not finite",)),
-        ("settings", ("the settings are not the same on every process", "has learning_rate 0.2")),
+        ("settings", ("the settings differ between the processes", "has learning_rate 0.2")),
         (
             "activation",
             ("the forward pass is not the same", "op Relu of create_model (cluster_program.py:"),
@@ -67,10 +67,10 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
             ("the forward pass is not the same", "op Const 2.0 of cluster_program.py:"),
         ),
         ("optimizer", ("the processes", "has the optimizer's momentum 0.6 instead of 0.5;")),
-        ("hooks", ("the processes of the cluster are not alike: process 1 at", "has callbacks.py")),
+        ("hooks", ("the processes of the cluster differ: process 1 at", "has callbacks.py")),
         (
             "module",
-            ("the processes of the cluster are not alike", "has helper_of_a_project.py sha"),
+            ("the processes of the cluster differ", "has helper_of_a_project.py sha"),
         ),
         ("data", ("create_dataset (small.py:", "different data")),
         ("rows", ("create_dataset (small.py:", "different data")),
@@ -78,7 +78,7 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
         ("fewer", ("create_dataset (small.py:", "different data")),
         ("evaluated", ("create_eval_dataset (small.py:", "different data")),
         ("exchanged", ("create_eval_dataset (small.py:", "different data")),
-        ("apart", ("runs_dir: ", "has other checkpoints on another process")),
+        ("apart", ("runs_dir: ", "contains different checkpoints on another process")),
         ("written", ("logical_replicas: in step 1,", "different values to sequential", "/total")),
         ("frozen", ("after step 2, the frozen layers differ",)),
     ],
@@ -98,9 +98,9 @@ def test_another_number_of_threads_than_the_chiefs_is_refused(tmp_path: Path) ->
     """In a cluster of its own, because TensorFlow starts with these numbers."""
     engine.run_cluster(tmp_path, "tests.helpers.cluster_program", str(tmp_path), "threads_differ")
     for message in (str(values["message"]) for values in kept(tmp_path, "threads")):
-        assert message.startswith("the processes compute with different numbers of threads")
+        assert message.startswith("the processes use different numbers of threads")
         assert "has intra_op_threads 2 instead of 1; " in message
-        assert "give each process --intra-op-threads N." in message
+        assert "pass --intra-op-threads N to each process." in message
 
 
 def test_decisions_of_one_process_hold_on_all(two: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_run_on_a_cpu_is_not_compiled_and_does_not_mention_it(
     state = train(small.hooks(), steps=2)
     assert state.compilation.parts is Compilation.NOTHING
     assert "compiled" not in capfd.readouterr().out
-    assert describe_environment(state) == "not compiled: it trains on a CPU"
+    assert describe_environment(state) == "not compiled: training runs on a CPU"
 
 
 def write_as_text(loss: Any, train_model: Any) -> Any:
@@ -157,7 +157,7 @@ SETTINGS_AGAINST: dict[str, dict[str, Any]] = {
     "deterministic is set": {"deterministic": True},
     "detect_anomaly is set": {"detect_anomaly": True},
     "layers compute in float16": {"precision": "float16"},
-    "it trains on several replicas": {"virtual_devices": 2},
+    "there are several replicas": {"virtual_devices": 2},
     "micro-batches differ in size": {"accumulate_steps": 3},
 }
 
@@ -195,7 +195,7 @@ def test_a_run_that_was_begun_on_a_cpu_stays_as_it_is_on_a_gpu(
     for steps, is_on_gpu in ((5, False), (9, True)):
         monkeypatch.setattr(compilation, "is_on_gpu", lambda _, value=is_on_gpu: value)
         state = train(make_hooks(**NOISY), steps=steps)
-    assert describe_environment(state).startswith("not compiled: the run was begun so")
+    assert describe_environment(state).startswith("not compiled: the run was started without it")
     whole = train(make_hooks(**NOISY), steps=9, run_name="whole", jit_compile=False)
     assert_weights(state, whole, rtol=0)
 
@@ -231,7 +231,7 @@ def test_a_compiled_run_that_cannot_be_compiled_here_is_refused(
             train(make_hooks(**hooks), steps=4, **settings)
     capfd.readouterr()
     train(make_hooks(), steps=4, jit_compile=False)
-    assert "steps are not compiled from here on" in capfd.readouterr().out
+    assert "steps are not compiled from now on" in capfd.readouterr().out
 
 
 class Growing(keras.Model):
@@ -285,7 +285,9 @@ def test_check_names_layers_that_keras_builds_with_cudnn(train: Train) -> None:
         )
 
     state = train(small.hooks(create_model=create_model), steps=1)
-    expected = "as traced on a CPU, XLA can compile the step; on a GPU, however, Keras builds free "
+    expected = (
+        "XLA can compile the step as it was traced on a CPU; on a GPU, however, Keras builds free "
+    )
     assert compilation.explain_for_gpu(state).startswith(expected)
 
 
@@ -370,8 +372,9 @@ def test_an_update_that_draws_and_cannot_be_compiled_is_refused(train: Train) ->
 
     settings = {"jit_compile": True, "virtual_devices": 2, "steps": 2}
     message = (
-        rf"^update_pre \({FILE.name}:\d+\): draws random numbers, which would differ .*; "
-        r"train with --no-jit-compile. \(update_pre .* compiles no tf.summary"
+        rf"^update_pre \({FILE.name}:\d+\): draws random numbers, and the update cannot be "
+        r"compiled, .*; "
+        r"train with --no-jit-compile. \(update_pre .* cannot compile tf.summary"
     )
     with pytest.raises(SetupError, match=message):
         train(small.hooks(update_pre=update_pre), **settings)

@@ -128,7 +128,7 @@ def test_nan_gradients_are_counted(train: Train, capsys: pytest.CaptureFixture[s
 
     train(make_hooks(grad_pre=grad_pre), steps=6, virtual_devices=2)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "update_pre was passed NaN in gradients in 1 of 6 steps with a finite loss;" in printed
+    assert "update_pre received NaN in gradients in 1 of 6 steps with a finite loss;" in printed
 
 
 def test_nan_gradients_are_counted_for_every_update_pre(
@@ -145,4 +145,4 @@ def test_nan_gradients_are_counted_for_every_update_pre(
 
     train(make_hooks(grad_pre=grad_pre, update_pre=update_pre), steps=1)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "update_pre was passed NaN in gradients in 1 of 1 steps with a finite loss;" in printed
+    assert "update_pre received NaN in gradients in 1 of 1 steps with a finite loss;" in printed

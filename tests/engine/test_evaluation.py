@@ -86,7 +86,7 @@ def test_several_sets_decide_and_are_evaluated_and_predicted(cli: Cli) -> None:
         np.testing.assert_array_equal(file["batch/1"], target)
         np.testing.assert_allclose(file["output"], ctl_core.load("runs/a")(inputs), rtol=1e-5)
     outcome = cli(None, *flags, "--include", "label", command=("predict",))
-    refused(outcome, "include: expected some of 0, 1, got 'label'")
+    refused(outcome, "include: expected names from 0, 1, got 'label'")
     for flags in ([], ["--dataset", "tset"]):
         refused(cli(None, *flags, command=("predict",)), "dataset: expected one of val, test")
 

@@ -38,8 +38,8 @@ def test_fork_does_not_run_the_code_that_the_other_run_names(
     config = command.config
     assert (config.callbacks, config.listener, config.batch_size) == ("callbacks.py", None, 7)
     assert [note.split(", which")[0] for note in command.notes] == [
-        "fork: that run had --callbacks theirs.py",
-        "fork: that run had --listener theirs.Listener",
+        "fork: that run used --callbacks theirs.py",
+        "fork: that run used --listener theirs.Listener",
     ]
     named = parse_command(["train", "--fork", str(foreign), "--callbacks", "theirs.py"])
     assert named.config.callbacks == "theirs.py" and len(named.notes) == 1

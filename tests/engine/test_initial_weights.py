@@ -233,7 +233,9 @@ def test_a_run_with_several_models_that_fit(train: engine.Train) -> None:
         train(small.hooks(), **small.settings(0, run_name="b", init_from="source"))
     assert "\n" not in str(error.value)
     other = small.hooks(create_model=lambda: small.model_with(keras.layers.BatchNormalization()))
-    with pytest.raises(ctl_core.SetupError, match=r"holds copy, network, .* none has the") as error:
+    with pytest.raises(
+        ctl_core.SetupError, match=r"contains copy, network, none of which has the"
+    ) as error:
         train(other, **small.settings(0, run_name="b", init_from="source"))
     assert "\n" not in str(error.value)
 
@@ -317,7 +319,7 @@ def test_run_with_another_head_begins_with_the_other_layers(
     state = train(classifier_hooks(), **small.settings(STEPS, run_name="b", **more))
     compare.assert_close(state.train_model.weights, expected.weights)
     lines = "".join(capfd.readouterr())
-    assert "init_from: 2 of 4 variables are those of " in find_line(lines, "init_from")
+    assert "init_from: 2 of 4 variables are loaded from " in find_line(lines, "init_from")
     skipped = find_line(lines, "init_skip")
     assert "2 of 4 variables keep their initial values: " in skipped
     assert "out/kernel (shape (8, 3), (8, 1) in the source)" in skipped

@@ -194,7 +194,7 @@ def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     grown = [(gpu, True) for gpu in gpus]
     assert prepare(2) == [(gpus[2:], "GPU"), *grown[2:], {"GPU": 2}]
     assert prepare(2, devices=2) == prepare(2, 2, shares=False) == [([], "GPU"), {"GPU": 0}]
-    with pytest.raises(SetupError, match=r"workers: 3 workers cannot share 4 GPUs evenly; take"):
+    with pytest.raises(SetupError, match=r"workers: 3 workers cannot share 4 GPUs evenly; use"):
         prepare(3)
     strategy._join_cluster.cache_clear()
 
@@ -367,7 +367,7 @@ def test_a_cluster_that_cannot_train_is_refused(cluster: Any, job: str, index: i
 
 
 def test_settings_that_a_cluster_cannot_have_are_refused() -> None:
-    with pytest.raises(SetupError, match="run_name: a cluster needs one"):
+    with pytest.raises(SetupError, match="run_name: required in a cluster"):
         read_task(Config(), tf_config({"worker": HOSTS}, "worker", 1))
     with pytest.raises(SetupError, match=r"multi_worker needs TF_CONFIG .* --workers K"):
         read_task(Config(strategy="multi_worker"), {})
@@ -392,7 +392,7 @@ def test_a_ps_ends_at_once_and_an_evaluator_watches_the_run(
     monkeypatch.setenv("TF_CONFIG", tf_config({"worker": HOSTS}, "evaluator", 0)["TF_CONFIG"])
     words = ["train", "--steps", "3", "--run-name", "a"]
     assert main(words) == 75
-    assert "after 1 s, there is no run to evaluate: runs/a" in capsys.readouterr().err
+    assert "no run to evaluate appeared at runs/a within 1 s" in capsys.readouterr().err
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text("steps: 3\nworkers: 2\n")
     assert main(words) == 0

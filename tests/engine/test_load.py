@@ -87,7 +87,7 @@ def test_nested_inputs_have_names_in_files_and_signatures(cli: Cli) -> None:
     arrays["others/negative"] = x[2, :3]
     np.savez("x.npz", **arrays)
     outcome = cli(None, "--input", "x.npz", command=("predict",))
-    refused(outcome, "others/negative [3, 4]", "as many examples each")
+    refused(outcome, "others/negative [3, 4]", "equally many examples")
 
 
 def test_inputs_and_models_that_do_not_fit_are_refused(train: Train) -> None:
@@ -102,7 +102,7 @@ def test_inputs_and_models_that_do_not_fit_are_refused(train: Train) -> None:
         with pytest.raises(ctl_core.SetupError, match=r"^input: expected n uint8 \(None,\): "):
             served(wrong)
     hooks = small.hooks(create_inference_model=lambda model: keras.layers.Dense(2))
-    with pytest.raises(ctl_core.SetupError, match="no checkpoint holds it"):
+    with pytest.raises(ctl_core.SetupError, match="no checkpoint contains it"):
         ctl_core.load(state.run_dir, callbacks=hooks)
 
 
@@ -127,7 +127,9 @@ def test_serving_hooks_shown_in_documents_work(cli: Cli) -> None:
         assert cli(None, *words[1:], command=words[:1]).code == 0
     np.save("o.npy", np.array(sent, object))
     outcome = cli(None, "--input", "o.npy", command=("predict",))
-    assert outcome.code == 2 and "o.npy: expected arrays of numbers, texts or bytes" in outcome.err
+    assert (
+        outcome.code == 2 and "o.npy: expected arrays of numbers, strings or bytes" in outcome.err
+    )
     exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
     np.testing.assert_array_equal(exported(inputs=tf.constant(sent))["output"], answer)
     with np.load("runs/a/predictions-x.npz") as file:

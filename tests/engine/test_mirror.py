@@ -161,11 +161,11 @@ def test_damaged_checkpoint_gives_way_to_the_one_before(
     Path("there/a/ckpt/engine/ckpt-2.json").write_text("{")
     assert fetch() == 1
     printed = capsys.readouterr().out
-    assert "step 3 in there/a is damaged (a file of it is not whole)" in printed
+    assert "step 3 in there/a is damaged (one of its files is incomplete)" in printed
     assert "step 2 in there/a is damaged (its record cannot be read)" in printed
     Path("there/a/ckpt/ckpt-1.index").unlink()
     lose_machine()
-    with pytest.raises(SetupError, match=r"there/a has checkpoints, but none of them is whole"):
+    with pytest.raises(SetupError, match=r"there/a has checkpoints, but all of them are damaged"):
         fetch_run(CONFIG)
     assert list_saved_steps(Path("runs/a/ckpt")) == []
 
@@ -396,14 +396,14 @@ def test_only_training_reads_the_mirror(cli: Cli, tmp_path: Path) -> None:
     refused(cli(None, "--mirror", "m", command=["train", "--fork=a", "--steps=12"]), "run_name")
     fork = ["train", "--fork=a", "--run-name=b", "--steps=12"]
     refused(cli(None, "--mirror=m", command=fork), "neither a run in runs")
-    refused(cli(None, command=["evaluate", "a"]), "no run there yet")
+    refused(cli(None, command=["evaluate", "a"]), "there is no run yet")
     with pytest.raises(SetupError):
         ctl_core.load("runs/a")
     parse_command(["train", "--check", "--run-name=a", "--mirror=m", "--steps=10"])
     assert not Path("runs/a").exists()
     train(cli, "--steps", "10", "--mirror", "m")
     outcome = cli(None, command=fork)
-    assert "fork: that run had --mirror m, which this one does not use" in outcome.out
+    assert "fork: that run used --mirror m, but this one does not" in outcome.out
     assert outcome.code == 0 and not Path("m/b").exists()
 
 
@@ -495,7 +495,7 @@ def test_end_waits_for_the_copy_and_ctrl_c_leaves_it(
     monkeypatch.setattr(copying, "PATIENCE", 0.1)
     monkeypatch.setattr(copying, "INTERVAL", 0.1)
     out = train(cli, "--steps", "5", "--mirror", "m")
-    assert "mirror: waiting for the copy of step 5 to m/a; Ctrl-C leaves it." in out
+    assert "mirror: waiting until step 5 is copied to m/a; press Ctrl-C to stop waiting." in out
     assert "mirror: 0.0 of 0.0 MB" in out
     assert list_saved_steps(Path("m/a/ckpt")) == [5]
 
@@ -505,7 +505,7 @@ def test_end_waits_for_the_copy_and_ctrl_c_leaves_it(
 
     def press_ctrl_c(console: Any, text: str) -> None:
         say(console, text)
-        if "waiting for the copy" in text:
+        if "mirror: waiting until" in text:
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Console, "say", press_ctrl_c)

@@ -136,7 +136,7 @@ def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(train: 
     train(hooks, steps=1, virtual_devices=2)
     expected = 1.0 - 0.1 * regression_data()[1][:BATCH].mean()
     np.testing.assert_allclose(created.scale.numpy(), [expected], rtol=1e-5)
-    with pytest.raises(ctl_core.SetupError, match="grad_pre: applies an optimizer by itself"):
+    with pytest.raises(ctl_core.SetupError, match="grad_pre: applies an optimizer itself"):
         train(hooks, steps=1, accumulate_steps=2, run_name="refused")
     assert created.scale.numpy() == [1.0]
 
@@ -354,7 +354,7 @@ def test_sample_weights_are_those_of_keras_fit(train: Train, weight: Any, device
 
 
 NO_WEIGHTS: dict[str, SimpleNamespace] = {
-    r"^batch_weight \(test_reduction.py:\d+\): returned float32\[8\], expected how much a b": (
+    r"^batch_weight \(test_reduction.py:\d+\): returned float32\[8\], expected the weight of": (
         make_hooks(batch_weight=lambda batch: tf.ones_like(batch[1][:, 0]))
     ),
     "^input_pre .*expected .inputs, targets. or .inputs, targets, weights., floats of .b. or": (
@@ -363,7 +363,7 @@ NO_WEIGHTS: dict[str, SimpleNamespace] = {
     "^input_pre .*for other batches write input_pre, loss_pre, metric_pre": (
         make_hooks(create_dataset=sliced((*regression_data(), *regression_data())))
     ),
-    "^grad_pre .*sample weights need a loss of each example, not one number of the whole": (
+    "^grad_pre .*sample weights need one loss per example, not one number for the whole": (
         weighted_hooks(WEIGHTS, create_loss=lambda: sum_error)
     ),
 }

@@ -117,19 +117,19 @@ def test_changed_or_missing_callbacks_file_is_reported(
     assert value
     gan.write_text(HALF.replace("HALF *", "3 *"))
     out = ctl("evaluate")
-    assert out.count(f"{' '.join(copy)} takes what it was") == 1 and value.group() not in out
+    assert out.count(f"{' '.join(copy)} uses the old one") == 1 and value.group() not in out
     out = ctl("evaluate", *copy)
-    assert value.group() in out and "not as it was" not in out
+    assert value.group() in out and "has changed since" not in out
     shutil.copytree("runs/gan", "runs/on")
     out = ctl("train", "--run-name", "on", "--steps", "5")
-    assert out.count("the run goes on with what it is now") == 1
+    assert out.count("the run continues with the current file") == 1
     gan.unlink()
     shutil.rmtree("runs/on")
     monkeypatch.chdir(project.parent)  # and the project has moved
     monkeypatch.chdir(project.rename(project.parent / "moved"))
     sys.path[:] = [path for path in sys.path if "/project" not in path]
     assert main(["evaluate"]) == 2
-    assert f"; {copy[1]} is as the run was trained" in capsys.readouterr().err
+    assert f"; {copy[1]} is the file with which the run was trained" in capsys.readouterr().err
     assert value.group() in ctl("evaluate", *copy)
     ctl("train", "--run-name", "gan", "--steps", "5", *copy)
     assert_trained("gan", 0.5, 5)

@@ -129,7 +129,7 @@ def test_listener_that_raises_is_dropped_with_one_warning(
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     for line in warnings:
         assert line.startswith("warning: listener: ctl_core.run.listeners.Listener: ")
-        assert line.endswith("; training goes on without it.")
+        assert line.endswith("; training continues without it.")
     assert len(warnings) >= 2 and sorted(raised) == sorted(methods)
     assert heard.calls[-1] == ("end", 6, "done")
     alone = train(hooks_that_report(), steps=6, learning_rate=state.config.learning_rate)
@@ -248,7 +248,7 @@ def test_summaries_of_micro_batches_leave_replicas_equal(train: Train) -> None:
 
 def test_summaries_in_a_compiled_step_are_refused(train: Train) -> None:
     """On several devices, the update is not compiled."""
-    message = r" \(\w+.py:\d+\): jit_compile compiles no tf.summary and no "
+    message = r" \(\w+.py:\d+\): jit_compile cannot compile tf.summary or "
     with pytest.raises(ctl_core.SetupError, match=f"^input_pre{message}"):
         train(summarizing_hooks(), steps=1, jit_compile=True)
     hooks = make_hooks(update_pre=summarizing_hooks().update_pre)
@@ -455,11 +455,11 @@ def test_console_prints_few_lines_into_a_pipe(
     ]
     kind = type(state.strategy.extended)  # as it is where there is a GPU
     monkeypatch.setattr(kind, "worker_devices", ("/replica:0/task:0/device:GPU:0",))
-    reason = "1 replica on GPU, not compiled: it trains on a CPU."  # as it did
+    reason = "1 replica on GPU, not compiled: training runs on a CPU."  # as it did
     assert describe_start(state, 0, 41).endswith(reason)
     peaks = {"current": 2**20, "peak": 3 * 2**20}
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", {"GPU:0": peaks}.get)
-    assert "; at most 3 MiB of a GPU's memory" in describe_end(state, 0)[0]
+    assert "; peak GPU memory 3 MiB" in describe_end(state, 0)[0]
 
 
 def test_a_start_that_fails_leaves_no_dated_folder(tmp_path: Path) -> None:

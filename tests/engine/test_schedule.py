@@ -156,7 +156,7 @@ def test_saving_by_the_clock_changes_no_bit(
     assert saved(state.run_dir) == [state.step]
     printed = capsys.readouterr().out
     assert "max_time is over." in printed
-    assert "stopped by SIGTERM, saved; goes on from here with --run-name limited" in printed
+    assert "stopped by SIGTERM, saved; to continue from here: --run-name limited" in printed
     rest = train(hooks(), max_time="1h", **more)
     assert rest.step == 40 and rest.stopped_by is None
     assert_weights(rest, plain)
@@ -206,7 +206,7 @@ def test_a_hook_that_assigns_lr_ends_the_schedule(
     for steps in (9, STEPS):  # it stays ended
         train(hooks, steps=steps, **more)
     printed = capsys.readouterr().out
-    assert printed.count("a hook assigns lr, which ends lr_schedule and warmup.") == 1
+    assert printed.count("a hook assigned lr, so lr_schedule and warmup no longer apply.") == 1
     assert seen[:6] == pytest.approx([RATE * (1 - step / 9) for step in range(6)], abs=1e-6)
     assert seen[6:] == [0.05] * 6
 
@@ -240,7 +240,7 @@ def test_a_finished_run_that_is_trained_on_says_how_its_rate_jumps(
     assert seen[20] == seen[16]
     constant = {**more, "lr_schedule": "constant", "learning_rate": 0.05}
     train(hooks, steps=24, run_name="a", **constant)
-    assert "learning_rate is 0.05 from here on." in capsys.readouterr().out
+    assert "learning_rate is 0.05 from now on." in capsys.readouterr().out
     assert seen[24] == pytest.approx(0.05)
 
 
@@ -252,7 +252,7 @@ def test_a_curve_that_another_learning_rate_scales_is_no_jump(
     train(small.hooks(), steps=8, run_name="a", learning_rate=RATE, **more)
     train(small.hooks(), steps=8, run_name="b", fork="a@4", learning_rate=RATE / 2, **more)
     out = capsys.readouterr().out
-    assert "learning_rate is 0.1 from here on." in out and "jumps" not in out
+    assert "learning_rate is 0.1 from now on." in out and "jumps" not in out
 
 
 def test_schedule_of_create_opt_overrides_the_setting(
@@ -273,7 +273,7 @@ def test_schedule_of_create_opt_overrides_the_setting(
     )
     more: dict[str, Any] = {"lr_schedule": "linear", "warmup": 3, "learning_rate": RATE}
     state = train(hooks, steps=STEPS, virtual_devices=2, **more)
-    assert "lr_schedule and warmup change nothing: create_opt gives" in capsys.readouterr().out
+    assert "lr_schedule and warmup have no effect: create_opt gives" in capsys.readouterr().out
     for step, rate, used, in_graph in seen:
         assert rate == used == pytest.approx(RATE * 0.9**step)  # of the next update
         assert in_graph == pytest.approx(RATE * 0.9 ** (step - 1))  # of this one
@@ -283,4 +283,4 @@ def test_schedule_of_create_opt_overrides_the_setting(
 def test_a_rate_that_no_hook_uses_is_said(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     hooks = small.hooks(create_opt=lambda: keras.optimizers.SGD(0.1))
     train(hooks, steps=1, learning_rate=0.5)
-    assert "learning_rate changes nothing: create_opt does not use lr." in capsys.readouterr().out
+    assert "learning_rate has no effect: create_opt does not use lr." in capsys.readouterr().out

@@ -174,12 +174,16 @@ def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
     """Else a slip in its name would train with the old value; a new one is written down first."""
     config = "hparams: {width: 3, optimizer: {momentum: 0.9}, rates: {}, deep: null}\n"
     message = refuse("--hparams.widht", "4", config=config)
-    assert message == "hparams.widht: no settings file has it; did you mean 'width'?"
+    assert (
+        message == "hparams.widht: no settings file has this hyperparameter; did you mean 'width'?"
+    )
     assert "'momentum'" in refuse("--hparams.optimizer.momentun", "3")
     assert "CTL_HPARAMS.widht: no" in refuse(CTL_HPARAMS="{widht: 4}")
     assert "'width'" in refuse(CTL_HPARAMS__WIDHT="4")
-    assert "expected a value such as 3" in refuse("--hparams.width", "wide")
-    with pytest.raises(SetupError, match=r"^hparams\.widht: no settings file has it"):
+    assert "expected a value of the same kind as 3" in refuse("--hparams.width", "wide")
+    with pytest.raises(
+        SetupError, match=r"^hparams\.widht: no settings file has this hyperparameter"
+    ):
         load_config("config.yaml", hparams={"widht": 4})
     assert resolve("--hparams.rates.a", "1").hparams["rates"] == {"a": 1}
     assert resolve("--hparams.deep.x", "1").hparams["deep"] == {"x": 1}
@@ -242,7 +246,9 @@ def test_settings_from_python_are_converted_and_checked() -> None:
     resolved = Config(steps=np.int64(3), learning_rate=np.float32(0.5), runs_dir=Path("x"))  # type: ignore[arg-type]
     assert resolved == Config(steps=3, learning_rate=0.5, runs_dir="x")
     assert type(resolved.steps) is int and type(resolved.runs_dir) is str
-    with pytest.raises(SetupError, match=r"^fork and init_from: give one of the two, got a and b."):
+    with pytest.raises(
+        SetupError, match=r"^fork and init_from: set only one of the two, got a and b."
+    ):
         Config(fork="a", init_from="b")
     Path("my.yaml").write_text("steps: 3\nhparams: {layers: {first: 1, second: 2}}\n")
     config = ctl_core.load_config("my.yaml", epochs=2, hparams={"layers": {"first": 9}})
@@ -279,7 +285,7 @@ def test_commands_use_a_run_with_its_saved_settings() -> None:
     other = dataclasses.replace(expected, batch_size=11, hparams={"width": "x"})
     assert use("--config", "mine.yaml").config == other
     for words, message in (
-        (["--runs-dir", "elsewhere"], "elsewhere: no run there yet"),
+        (["--runs-dir", "elsewhere"], "elsewhere: there is no run yet"),
         (["--checkpoint", "first"], "checkpoint: expected a whole number, got 'first'."),
         (["--workers", "2"], "there is no setting '--workers'"),
     ):
@@ -387,4 +393,4 @@ def test_unknown_settings_of_a_run_are_refused_except_those_of_earlier_engines()
 def test_a_name_that_is_no_folder_is_refused_with_the_reason(name: str, problem: str) -> None:
     message = refuse(f"--run-name={name}")
     assert message.startswith("run_name: ") and problem in message
-    assert "a run is a folder in runs_dir" in message
+    assert "the name becomes a folder in runs_dir" in message

@@ -71,7 +71,7 @@ def test_a_position_that_outweighs_the_model_is_mentioned_once(
 
     train(make_hooks(create_dataset=create_dataset), steps=4, ckpt_every=2)
     text = capfd.readouterr().out
-    mentioned = re.findall(r"each checkpoint holds \d+ MB of the position in the data", text)
+    mentioned = re.findall(r"each checkpoint contains \d+ MB for the position in the data", text)
     assert len(mentioned) == int(buffer > 100), text
 
 
@@ -101,7 +101,7 @@ def test_random_operations_that_no_checkpoint_holds_are_pointed_out(
     train(make_hooks(create_dataset=create_dataset, input_pre=input_pre), steps=1)
     output = capsys.readouterr().out
     assert "draws random numbers with RandomStandardNormal" in output
-    assert "it runs RandomGamma, which has a state of its own" in output
+    assert "it uses RandomGamma, which has its own state" in output
 
 
 # ---- What preprocessing layers learn from data ---------------------------------------------------
@@ -154,11 +154,13 @@ def test_more_data_since_change_no_number_of_a_checkpoint(
     capsys.readouterr()
     assert use.evaluate(later, state.config) == state.metrics
     printed = capsys.readouterr().out
-    assert "had 5 entries in the checkpoint, 7 as create_model made it" in printed, printed
+    assert "had 5 entries in the checkpoint, but 7 when create_model returned it" in printed, (
+        printed
+    )
     resumed = train(later, steps=14, batch_size=8)
     assert_weights(resumed, whole, rtol=0)
     use.evaluate(program(WORDS, NUMBERS), state.config)
-    assert "as create_model made it" not in capsys.readouterr().out.splitlines()[-2]
+    assert "when create_model returned it" not in capsys.readouterr().out.splitlines()[-2]
 
 
 LISTED = """
@@ -180,7 +182,7 @@ def test_a_vocabulary_that_data_are_read_with_must_be_the_same(cli: Cli) -> None
     for steps in ("2", "4"):
         assert cli(source.replace("WORDS", "['a', 'b']"), "--steps", steps).code == 0
     outcome = cli(source.replace("WORDS", "['b', 'a', 'c']"), "--steps", "6")
-    refused(outcome, "the data are read, has learnt something else", "(3 entries then, 4 now)")
+    refused(outcome, "the input pipeline uses, has learned other values", "(3 entries then, 4 now)")
 
 
 # ---- Runs that begin from another: as it goes on (fork), or with weights of something (init_from)
@@ -217,13 +219,13 @@ def test_a_fork_has_other_settings_and_the_best_of_the_other(
     for folder in (at_once, at_once / "best"):
         assert [path.name for path in folder.glob("engine/*.json")] == ["ckpt-6.json"]
     printed = "".join(capfd.readouterr())
-    assert "goes on from" in printed and "learning_rate is 0.5 from here on" in printed
+    assert "continues from" in printed and "learning_rate is 0.5 from now on" in printed
 
 
 REFUSED: dict[str, dict[str, Any]] = {
     r"^fork: 'nobody' is neither a run in .*runs nor": {"fork": "nobody"},
-    r"^fork: no checkpoint .*a@3 is there, only \[4, 2\]\.$": {"fork": "a@3"},
-    r"^init_from: '/no/m' is neither a run in .*runs nor a path that is": {"init_from": "/no/m"},
+    r"^fork: there is no checkpoint .*a@3, only \[4, 2\]\.$": {"fork": "a@3"},
+    r"^init_from: '/no/m' is neither a run in .*runs nor an existing path": {"init_from": "/no/m"},
 }
 
 
@@ -236,7 +238,7 @@ def test_init_from_refuses_what_is_no_run(train: Train, tmp_path: Path) -> None:
         assert not (tmp_path / "runs/b").exists(), settings
     train(hooks_of(), run_name="b", steps=2, **SHORT)
     with pytest.raises(
-        ctl_core.SetupError, match="has checkpoints, and did not begin from a; choose"
+        ctl_core.SetupError, match="already has checkpoints and was not forked from a; choose"
     ):
         train(hooks_of(), run_name="b", steps=8, **SHORT, fork="a")
     assert (tmp_path / "runs/b/ckpt/engine/ckpt-2.json").exists()
@@ -291,5 +293,5 @@ def test_a_model_of_ones_own_takes_the_weights_of_a_run(train: Train, tmp_path: 
     for ours, theirs in zip(state.train_model.parts, trained.train_model.parts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     build_model().save(tmp_path / "m.keras")
-    with pytest.raises(ctl_core.SetupError, match="is for a Keras model, and create_model"):
+    with pytest.raises(ctl_core.SetupError, match="contains a Keras model, but create_model"):
         train(hooks, run_name="c", steps=0, init_from=str(tmp_path / "m.keras"), **SHORT)

@@ -17,7 +17,7 @@ from tests.helpers import lean
 from tests.helpers.cases import make_hooks
 from tests.helpers.project import Train
 
-NOTICE = "no step, batch of an evaluation or checkpoint has ended; this process is "
+NOTICE = " s (no step, evaluation batch or checkpoint); this process is "
 
 
 def read_notices(folder: Path) -> list[str]:
@@ -37,7 +37,7 @@ def test_a_hook_that_takes_long_is_named_once(
     hooks = make_hooks(every_steps={1: lambda step: step > 3 and pause()})
     train(hooks, steps=5, stall_seconds=1)
     (notice,) = read_notices(tmp_path)
-    assert f"step 4: for 1 s, {NOTICE}in every_steps[1] (test_watch.py:" in notice
+    assert f"step 4: nothing has ended for 1{NOTICE}in every_steps[1] (test_watch.py:" in notice
     assert capsys.readouterr().out.count(NOTICE) == 1
 
 
@@ -146,14 +146,17 @@ def test_signals_end_a_process_whose_graph_call_blocks(tmp_path: Path) -> None:
         wait_for(tmp_path, "waits")
         time.sleep(0.5)
         process.send_signal(number)
-        wait_for(tmp_path, f"{number.name}: the run stops after what is running now")
+        wait_for(
+            tmp_path,
+            f"{number.name}: the run stops and is saved as soon as the current steps have ended",
+        )
         if number == signal.SIGINT:
             time.sleep(1.5)
             process.send_signal(number)
         assert process.wait(60) == code
         assert not (tmp_path / "runs/run/pid").exists()
     log = (tmp_path / "log").read_text()
-    assert "if that does not end within 3 s, it ends unsaved." in log
+    assert "if that takes longer than 3 s, it ends without saving." in log
     assert "error: SIGTERM: nothing ended within 3 s; this process was in a graph call" in log
     assert start(tmp_path, "").wait(120) == 0
     assert "resuming at step 8" in (tmp_path / "log").read_text()
@@ -164,9 +167,12 @@ def test_a_cluster_says_which_process_is_stuck_and_where(tmp_path: Path) -> None
     process = start(tmp_path, "hook", "--stall-seconds=5", "--workers=2")
     wait_for(tmp_path, NOTICE)
     log = (tmp_path / "log").read_text()
-    assert f"step 5: for 5 s, {NOTICE}waiting for the other processes; process 1 at 127" in log
+    assert (
+        f"step 5: nothing has ended for 5{NOTICE}waiting for the other processes; process 1 at 127"
+        in log
+    )
     assert "is in every_steps[1] (callbacks.py:" in log
     process.terminate()
     assert process.wait(60) == 143
     log = (tmp_path / "log").read_text()
-    assert "if that does not end within 5 s, it ends unsaved." in log
+    assert "if that takes longer than 5 s, it ends without saving." in log

@@ -204,7 +204,7 @@ def test_defaults_give_the_same_run(
     """All hooks at once, in a program that has metrics."""
     expected = run(tmp_path / "left_out", capsys, devices, {})
     text = "\n".join(expected.lines)
-    assert "update_pre was passed NaN in gradients in" in text and "error" in text
+    assert "update_pre received NaN in gradients in" in text and "error" in text
     for variant in (WRITTEN, REFACTORED):
         hooks = {name: source for name, source in variant.items() if name not in METRICS}
         folder = tmp_path / ("written" if variant is WRITTEN else "refactored")

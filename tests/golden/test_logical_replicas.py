@@ -276,9 +276,7 @@ def test_features_end_with_the_same_bits_killed_and_on_other_devices(
 
 # The programs of ``tests/golden/programs`` that exchange values between replicas, and the lines
 # that they get.
-NEEDS_ALL = (
-    "needs all replicas at the same moment, but a device computes logical replicas one after"
-)
+NEEDS_ALL = "needs all replicas at the same time, but a device computes logical replicas one after"
 REFUSED = {
     "batch_norm": r"create_model \(basics.py:30\): BatchNormalization .* is synchronized, which",
     "codebook": rf"create_model \(codebook.py:30\): all_reduce {NEEDS_ALL}",
@@ -345,7 +343,7 @@ def test_a_variable_that_differs_is_named(tmp_path: Path) -> None:
             return values
 
     hooks = small.hooks(create_model=lambda: small.model_with(Sum()))
-    line = r"in step 1, the forward pass writes different values to sequential\S*/total on"
+    line = r"in step 1, the forward pass assigns different values to sequential\S*/total on"
     with pytest.raises(ctl_core.RunError, match=line):
         train(hooks, tmp_path, "run", logical_replicas=2, steps=3)
 

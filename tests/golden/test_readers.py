@@ -240,8 +240,8 @@ class Unwritable(Endless):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (Noisy, "it gives other elements than it did"),
-        (Unwritable, "the reader's state holds a object"),
+        (Noisy, "the reader returned other elements than before"),
+        (Unwritable, "the reader's state contains a object"),
     ],
 )
 def test_reader_whose_state_does_not_lead_back_is_read_again(

@@ -96,7 +96,8 @@ def test_a_copied_project_reads_its_own_files(
     monkeypatch.chdir(copy)
     (warning, *_) = command("train", *FLAGS, "--steps=9").out.splitlines()
     assert (
-        "dropping 48 examples, since it may name files of " in warning and str(original) in warning
+        "dropping 48 examples, because it may contain paths of files in " in warning
+        and str(original) in warning
     )
     assert command("train", *FLAGS[:2], "--run-name=whole", "--steps=9").code == 0
     compare.assert_same_checkpoint(copy / "runs/a", copy / "runs/whole", 9)
@@ -286,10 +287,10 @@ def test_commands_use_the_best_checkpoint_and_say_so(
     trained = command("train", *flags, "--learning-rate=0.05", "--keep-best=loss")
     assert trained.code == 0 and "  best loss so far\n" in trained.out, trained.err
     assert "step 4/6  eval" in trained.out and trained.out.count("best loss so far") == 1
-    assert "; the best checkpoint is that of step 2.\n" in trained.out
+    assert "; the best checkpoint is the one of step 2.\n" in trained.out
 
     best = command("evaluate", "a").out
-    assert "checkpoint of step 2, the best one; --checkpoint last takes the newest.\n" in best
+    assert "checkpoint of step 2, the best one; use --checkpoint last for the newest.\n" in best
     assert best.splitlines()[-1] == command("evaluate", "a", "--checkpoint=2").out.splitlines()[-1]
     assert "checkpoint of step 6.\n" in command("evaluate", "a", "--checkpoint=last").out
     assert "checkpoint of step 2, the best one" in command("export", "a").out
@@ -319,8 +320,8 @@ def create_ckpt(ckpt_path, step, train_model):
     line = len(WORSENING.splitlines()) + 2
     assert (outcome.code, outcome.err) == (
         2,
-        f"error: keep: create_ckpt (callbacks.py:{line}) does not use it; write "
-        "max_to_keep=config.keep there, and name config among the arguments.\n",
+        f"error: keep: create_ckpt (callbacks.py:{line}) does not use it; add the argument "
+        "config, and pass max_to_keep=config.keep.\n",
     )
 
 

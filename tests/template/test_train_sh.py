@@ -251,7 +251,8 @@ def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run)
     pid = int((folder / "pid").read_text())
     log = folder / "train.log"
     assert started.stdout == (
-        f"process {pid} trains runs/a: tail -f runs/a/train.log; kill {pid} saves and ends it\n"
+        f"process {pid} trains runs/a. To follow it: tail -f runs/a/train.log. "
+        f"To save and end it: kill {pid}\n"
     )
     assert os.getpgid(pid) == pid != os.getpgid(0)
     again = run(project / "train.sh", *words, cwd=project, check=False, VENV=sys.prefix)
@@ -263,7 +264,7 @@ def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run)
     os.kill(pid, signal.SIGTERM)
     while is_running(pid):
         time.sleep(0.1)
-    assert log.read_text().count("stopped by SIGTERM, saved; goes on") == 1
+    assert log.read_text().count("stopped by SIGTERM, saved; to continue") == 1
     # On a slow machine, a step may have a line without values before its line with values.
     steps = re.findall(r"INFO (step .*)", log.read_text())
     assert len(steps) == len(set(steps)) and "\nstep " not in log.read_text()
@@ -307,4 +308,4 @@ def test_cluster_in_the_background_is_left_at_its_first_step(
     while pid.exists():
         time.sleep(0.1)
     log = (project / "runs" / "w" / "train.log").read_text()
-    assert log.count("stopped by SIGTERM, saved; goes on") == 1
+    assert log.count("stopped by SIGTERM, saved; to continue") == 1
