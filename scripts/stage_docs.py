@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
 import yaml
@@ -30,6 +31,8 @@ DOCUMENTS = {
 }
 # A list of the pages for readers of the repository; the site has its navigation instead.
 ONLY_IN_REPOSITORY = ("docs/README.md",)
+# A page, a section with a title, or a list of these.
+Navigation: TypeAlias = str | dict[str, "Navigation"] | list["Navigation"]
 # In mkdocs.yml, it stands for the owner of the repository. GitHub's workflows name the owner.
 OWNER = "OWNER"
 _FENCE = re.compile(r"^([ ]*)```.*?^\1```$", re.MULTILINE | re.DOTALL)
@@ -41,15 +44,32 @@ class BrokenLink(Exception):
     """A document links to a file that the repository does not have."""
 
 
+class _Loader(yaml.SafeLoader):
+    """Ignores the tags of mkdocs.yml, which name Python objects."""
+
+
+_Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+
+
+def read_config() -> dict[str, Any]:
+    """Returns the settings of mkdocs.yml."""
+    config: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), _Loader)
+    return config
+
+
+def list_pages(navigation: Navigation) -> list[str]:
+    """Returns the pages of a navigation in their order; ``nav`` of mkdocs.yml is one."""
+    if isinstance(navigation, str):
+        return [navigation]
+    entries = navigation
+    if isinstance(navigation, dict):
+        entries = list(navigation.values())
+    return [page for entry in entries for page in list_pages(entry)]
+
+
 def read_repository_url() -> str:
     """Returns the address of the repository from mkdocs.yml, with the owner if GitHub names it."""
-
-    class Loader(yaml.SafeLoader):
-        """Ignores the tags of mkdocs.yml, which name Python objects."""
-
-    Loader.add_multi_constructor("", lambda loader, suffix, node: None)
-    config = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)
-    url: str = config["repo_url"]
+    url: str = read_config()["repo_url"]
     owner = os.environ.get("GITHUB_REPOSITORY_OWNER", OWNER)
     return url.replace(OWNER, owner)
 

@@ -67,6 +67,10 @@ def check(callbacks: Callbacks, config: Config) -> State:
     on one CPU device and on three, and with logical replicas once more, to compare bits. Hooks that
     write files or call services do so.
 
+    Args:
+        callbacks: a module, a dict or any object with the hooks
+        config: the settings of the run to try
+
     Returns:
         The state of the rehearsed run.
 

@@ -39,6 +39,7 @@ def train(
 
     Args:
         callbacks: a module, or any object, with the hooks as attributes
+        config: the settings; ``run_name`` names the run that is resumed, if it exists
         go_on: whether to train on in a run that a hook has ended by ``StopTraining``, which
             otherwise takes more steps than it was to take then
         note: what is expected of the run, for its entry in training_log.md
