@@ -314,6 +314,24 @@ def test_the_program_of_the_readme_learns(tmp_path: Path) -> None:
         assert any("norm" in line for line in state.history) == (name == "changed")
 
 
+def test_the_program_of_the_first_page_reads_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 300 rows with two inputs and their sum, the last hundred are held out."""
+    monkeypatch.chdir(tmp_path)
+    inputs = np.random.default_rng(0).normal(size=(300, 2))
+    table = np.concatenate([inputs, inputs.sum(axis=1, keepdims=True)], axis=1)
+    np.savetxt("measurements.csv", table, delimiter=",", header="width,height,price")
+    (source,) = read_blocks("get-started.md")
+    hooks: dict[str, Any] = {}
+    exec(compile(source, "get-started.md", "exec"), hooks)
+    config = ctl_core.Config(
+        steps=120, batch_size=50, learning_rate=0.03, run_name="a", eval_every=0
+    )
+    state = ctl_core.train(hooks, config)
+    assert state.metrics["error"] < 0.2
+
+
 SHOWN = [block for block in BLOCKS if "turns" not in block]
 
 
