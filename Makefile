@@ -13,6 +13,9 @@
 # make soak        kill runs before each of their file operations, resume them, and compare the bits: an hour
 #                  of a core for KILLS=1200; needs a C compiler and Linux
 # make generated   write the tables of docs and the data of the example digits anew
+# make docs        build the documentation site in build/site; broken links and unlisted pages fail
+# make test-browser  open the site in Chromium, look something up, and take pictures in build/screenshots;
+#                  needs Debian's package chromium
 # make release VERSION=2.1.0   check the CHANGELOG, set the version, create a tag, print the push command
 # make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"
 # make test-compat     the private names of TensorFlow and Keras, with those that are named:
@@ -36,10 +39,10 @@ PIP = -m pip install --quiet --disable-pip-version-check
 PROCESSES ?= $(shell "$(PYTHON)" -c 'import os; print(min(8, 1 + (os.cpu_count() or 2)))')
 # A process that crashes ends the tests: with another in its place they would wait for ever.
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses $(PROCESSES) --max-worker-restart 0 --dist loadfile \
-	--no-loadscope-reorder $(foreach place,ray slurm clouds trackers s3,--ignore tests/on_$(place)) --ignore tests/engine_net
+	--no-loadscope-reorder $(foreach place,browser ray slurm clouds trackers s3,--ignore tests/on_$(place)) --ignore tests/engine_net
 
 .PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove soak generated release \
-	python test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers test-s3
+	python docs test-browser test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers test-s3
 
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
@@ -98,6 +101,14 @@ generated: $(VENV)/.made
 	"$(VENV)/bin/python" -m scripts.tables
 	"$(VENV)/bin/python" -m scripts.make_digits
 
+docs: .venv-docs/.made
+	"$(<D)/bin/python" -m scripts.stage_docs
+	NO_MKDOCS_2_WARNING=1 "$(<D)/bin/mkdocs" build --strict --quiet
+	@echo "build/site/index.html"
+
+test-browser: .venv-browser/.made docs
+	$(<D)/bin/python -m pytest tests/on_browser
+
 release:
 	@"$(PYTHON)" scripts/release.py "$(VERSION)"
 
@@ -127,6 +138,11 @@ packages_trackers = --editable . "wandb>=0.31" "mlflow-skinny>=3.17" "sqlalchemy
 	"alembic>=1.20" "comet_ml>=3.58" "trackio>=0.43"
 
 packages_s3 = --editable . s3fs "moto[s3]>=5" flask flask-cors
+
+# Without plugins that zensical lacks, so that the site can move there when Material ends, in May 2027.
+packages_docs = "mkdocs>=1.6,<2" "mkdocs-material>=9.8,<10" pyyaml
+
+packages_browser = playwright pyyaml
 
 # Without --editable ., which asks for tensorflow-cpu: the two are in each other's way.
 packages_gpu = "tensorflow[and-cuda]>=2.21,<2.22" "keras>=3.15,<3.16" "pydantic-settings>=2.15,<3" \

@@ -1,6 +1,7 @@
-"""Writes what the docs say of hooks and settings from the engine's own tables (make generated).
+"""Writes the generated parts of the documentation (make generated).
 
-That is the tables in hooks.md and settings.md, and the whole page hook-reference.md.
+The pages about hooks, settings and commands come from the engine's own tables, the page about the
+Python API from docstrings, the gallery from the examples, and the list of pages from mkdocs.yml.
 """
 
 from __future__ import annotations
@@ -8,29 +9,47 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import get_args
 
+from ctl_core.commands.cli import COMMANDS, OPTIONS
+from ctl_core.commands.help import GROUPS, capitalize
 from ctl_core.hooks.reference import read_default_source
 from ctl_core.hooks.spec import Argument, Form, HookSpec, Place
 from ctl_core.hooks.table import COMMON_ARGUMENTS, TABLE
 from ctl_core.run.settings import SETTINGS, Config
+from scripts.gallery import write_gallery
+from scripts.python_api import write_python_api
+from scripts.stage_docs import Navigation, list_documents, read_config
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-REFERENCE = "hook-reference.md"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 RUNS = {
     Place.SETUP: "Runs before training.",
     Place.GRAPH: "Runs in the graph, on each replica.",
     Place.HOST: "Runs on the host, between two steps.",
 }
-INTRODUCTION = """\
+# How the value of a hook is written in callbacks.py, by its form.
+SIGNATURES = {
+    Form.FUNCTION: "{name}({arguments})",
+    Form.FUNCTIONS: "{name}({arguments})",
+    Form.SCHEDULE: "{name} = {{N: function}}  # function({arguments})",
+    Form.NAMES: '{name} = ["name", "another name"]',
+}
+HOOKS = """\
 # Hook reference
 
-All hooks, in the order in which they are called. [Hooks](hooks.md) explains how they work together.
-A hook declares only the arguments that it uses, in any order. `python -m ctl_core hooks NAME`
-prints the same about one hook.
+A hook is a function in `callbacks.py`. It declares only the arguments that it uses, in any order.
+[Hooks](hooks.md) explains how they work together, and `python -m ctl_core hooks NAME` prints the
+same about one hook.
 
+## All hooks
+
+In the order in which they are called:
+
+"""
+COMMON = """\
 In shapes, `b` is the number of examples, and `[]` a scalar. Every hook can also take these
 arguments:
 
@@ -43,13 +62,15 @@ def format_table(rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join([head, re.sub(r"[^|]+", "---", head), *others]) + "\n"
 
 
+# ---- Hooks ---------------------------------------------------------------------------------------
+
+
 def list_hooks() -> Iterable[tuple[str, ...]]:
     """Yields of each hook where it runs, its purpose, and its default."""
     yield "hook", "runs", "what it gives, or does", "default"
     for spec in TABLE:
         default = "required" if spec.is_required else spec.default
-        link = f"[`{spec.name}`]({REFERENCE}#{spec.name})"
-        yield link, spec.place.value, spec.purpose, default
+        yield f"[`{spec.name}`](#{spec.name})", spec.place.value, spec.purpose, default
 
 
 def list_arguments(arguments: Iterable[Argument], kind: str) -> Iterable[tuple[str, ...]]:
@@ -63,6 +84,9 @@ def list_arguments(arguments: Iterable[Argument], kind: str) -> Iterable[tuple[s
 def describe_hook(spec: HookSpec) -> Iterable[str]:
     """Yields the paragraphs of the reference about one hook."""
     yield f"## {spec.name}\n"
+    arguments = ", ".join(spec.argument_names)
+    signature = SIGNATURES[spec.form].format(name=spec.name, arguments=arguments)
+    yield f"```python\n{signature}\n```\n"
     yield f"{spec.purpose}. {spec.details}".rstrip() + "\n"
     form = "" if spec.form is Form.FUNCTION else f" It is {spec.form.value}."
     yield f"{RUNS[spec.place]}{form}\n"
@@ -82,31 +106,123 @@ def describe_hook(spec: HookSpec) -> Iterable[str]:
     yield f"**Example**\n\n```python\n{spec.example}```\n"
 
 
-def write_reference() -> str:
+def write_hooks() -> str:
     """Returns the page with everything about each hook."""
-    common = format_table(list_arguments(COMMON_ARGUMENTS, "argument"))
+    head = "\n".join(
+        [
+            HOOKS + format_table(list_hooks()),
+            COMMON + format_table(list_arguments(COMMON_ARGUMENTS, "argument")),
+        ]
+    )
     hooks = ["\n".join(describe_hook(spec)) for spec in TABLE]
-    return "\n".join([INTRODUCTION + common, *hooks])
+    return "\n".join([head, *hooks])
 
 
-def list_settings() -> Iterable[tuple[str, ...]]:
+# ---- Settings and commands -----------------------------------------------------------------------
+
+
+def list_settings(names: Iterable[str]) -> Iterable[tuple[str, ...]]:
     """Yields the name, default and help of each setting."""
     yield "setting", "default", "what it says"
-    for name, default in dataclasses.asdict(Config()).items():
+    defaults = dataclasses.asdict(Config())
+    for name in names:
+        default = defaults[name]
         shown = default if isinstance(default, str) else json.dumps(default)
+        text = SETTINGS[name].description or ""
         choices = ", ".join(map(str, get_args(SETTINGS[name].annotation)))
-        text = f"{SETTINGS[name].description}{f' ({choices})' * choices.islower()}"
+        if choices.islower():
+            text += f" ({choices})"
         yield f"`{name}`", f"`{shown}`", text
 
 
-PAGES = {REFERENCE: write_reference()}
-TABLES = {"hooks.md": format_table(list_hooks()), "settings.md": format_table(list_settings())}
+def write_settings() -> str:
+    """Returns a section for each group of settings, as ``--help`` has them."""
+    grouped = {name for names in GROUPS.values() for name in names}
+    groups = {**GROUPS, "your own": tuple(name for name in SETTINGS if name not in grouped)}
+    return "\n".join(
+        f"## {title.capitalize()}\n\n{format_table(list_settings(names))}"
+        for title, names in groups.items()
+    )
+
+
+def describe_command(name: str) -> Iterator[str]:
+    """Yields the paragraphs about a command: its options and examples."""
+    command = COMMANDS[name]
+    yield f"## {name}\n"
+    arguments = {
+        "train": "[--SETTING VALUE ...]",
+        "hooks": "[HOOK]",
+    }.get(name, "[NAME] [--SETTING VALUE ...]")
+    yield f"```text\npython -m ctl_core {name} {arguments}\n```\n"
+    yield f"{capitalize(command.text)}.\n"
+    rows = [("option", "what it says")]
+    rows += [(f"`--{option}`", OPTIONS[option][1].description) for option in command.options]
+    yield format_table(rows)
+    if name == "train":
+        yield "`./train.sh` is short for this command; it takes all [settings](settings.md).\n"
+    elif command.settings:
+        settings = ", ".join(f"`{setting}`" for setting in command.settings)
+        yield f"It takes the settings {settings}; the others are those of the run.\n"
+
+
+def write_commands() -> str:
+    """Returns a section for each command."""
+    return "\n".join(paragraph for name in COMMANDS for paragraph in describe_command(name))
+
+
+# ---- The list of pages ---------------------------------------------------------------------------
+
+
+def write_list_of_pages() -> str:
+    """Returns docs/README.md, the navigation of the site for readers of the repository."""
+    documents = {page: path for path, page in list_documents().items()}
+
+    def list_entries(navigation: Navigation, depth: int) -> Iterator[str]:
+        if isinstance(navigation, str):
+            path = documents[navigation]
+            title, _, _ = (ROOT / path).read_text("utf-8").partition("\n")
+            link = path.removeprefix("docs/") if path.startswith("docs/") else f"../{path}"
+            yield f"- [{title.removeprefix('# ')}]({link})"
+        elif isinstance(navigation, list):
+            for entry in navigation:
+                yield from list_entries(entry, depth)
+        else:
+            for title, entries in navigation.items():
+                if not isinstance(entries, str):
+                    yield f"\n{'#' * depth} {title}\n"
+                yield from list_entries(entries, depth + 1)
+
+    entries = list_entries(read_config()["nav"], 2)
+    return "\n".join(["# Documentation\n", *entries]).replace("\n\n\n", "\n\n") + "\n"
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+PAGES = {
+    "hook-reference.md": write_hooks(),
+    "python-api.md": write_python_api(),
+    "gallery.md": write_gallery(),
+}
+# The parts of pages between these marks.
+BEGIN = "<!-- generated -->"
+END = "<!-- /generated -->"
+SECTIONS = {"settings.md": write_settings(), "commands.md": write_commands()}
+
+
+def write_all() -> dict[str, str]:
+    """Returns the text of each page that is generated, or has a generated part."""
+    pages = dict(PAGES)
+    for page, section in SECTIONS.items():
+        text = (DOCS / page).read_text("utf-8")
+        before, mark, rest = text.partition(f"{BEGIN}\n")
+        _, end_mark, after = rest.partition(f"\n{END}")
+        pages[page] = f"{before}{mark}\n{section}{end_mark}{after}"
+    return pages
+
 
 if __name__ == "__main__":
-    for page, text in PAGES.items():
+    for page, text in write_all().items():
         (DOCS / page).write_text(text, encoding="utf-8")
-    for page, table in TABLES.items():
-        text = (DOCS / page).read_text(encoding="utf-8")
-        head, _, _ = table.partition("\n")
-        shown = re.findall(rf"^{re.escape(head)}\n(?:.+\n)*", text, re.M)
-        (DOCS / page).write_text(text.replace(shown[0], table), encoding="utf-8")
+    # Last, because the titles of the others are in it.
+    (DOCS / "README.md").write_text(write_list_of_pages(), encoding="utf-8")

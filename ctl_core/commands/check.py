@@ -69,6 +69,10 @@ def check(callbacks: Callbacks, config: Config) -> State:
     with logical replicas, they are also compared bit by bit. Hooks that write files or call
     services really do so.
 
+    Args:
+        callbacks: a module, a dict or any object with the hooks
+        config: the settings of the run to try
+
     Returns:
         The state of the rehearsed run.
 

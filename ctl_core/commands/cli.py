@@ -35,7 +35,8 @@ from ctl_core.run.layers import (
 from ctl_core.run.settings import SETTINGS, Config, FilePath, declare, explain, flatten
 
 _File = Annotated[FilePath, AfterValidator(os.path.abspath)]
-_OPTIONS: dict[str, Any] = {
+# The options of commands that are not settings of a run, by name: type and declaration.
+OPTIONS: dict[str, Any] = {
     "config": (list[str] | None, declare(None, "settings file; repeat the flag for more")),
     "continue": (bool, declare(False, "resume a run that a hook ended with StopTraining")),
     "check": (bool, declare(False, "try everything once, in a temporary folder")),
@@ -60,7 +61,7 @@ class Flags(NamedTuple):
 
     Attributes:
         text: a short description of the command
-        options: the names of the command's own options, which ``_OPTIONS`` defines
+        options: the names of the command's own options, which ``OPTIONS`` defines
         settings: the names of the settings that the command has as flags
     """
 
@@ -366,7 +367,7 @@ def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[
     """
     words, hparams = _split_hparams(words)
     words = _spell_out_jit_compile(words)
-    options = {name: _OPTIONS[name] for name in COMMANDS[command].options}
+    options = {name: OPTIONS[name] for name in COMMANDS[command].options}
     settings: dict[str, Any] = {
         name: (SETTINGS[name].annotation, SETTINGS[name]) for name in COMMANDS[command].settings
     }

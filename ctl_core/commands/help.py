@@ -62,6 +62,11 @@ class GroupedFormatter(argparse.RawDescriptionHelpFormatter):
                 super().add_arguments(group)
 
 
+def capitalize(text: str) -> str:
+    """Returns the text with a capital letter at its beginning; names in it stay as they are."""
+    return text[:1].upper() + text[1:]
+
+
 def describe_command(text: str, prefix: str) -> str:
     """Returns the description that the help of a command shows before the flags.
 
@@ -70,7 +75,7 @@ def describe_command(text: str, prefix: str) -> str:
         prefix: the prefix of environment variables
     """
     return textwrap.fill(
-        f"{text.capitalize()}. Settings are read from the defaults, config.yaml, the saved "
+        f"{capitalize(text)}. Settings are read from the defaults, config.yaml, the saved "
         f"settings of the run if it exists, the environment (such as {prefix}BATCH_SIZE=32), "
         "and these flags; later ones override earlier ones. --hparams.NAME VALUE sets a "
         "hyperparameter of your own.",

@@ -40,7 +40,7 @@ def train(
 
     Args:
         callbacks: a module, or any object, with the hooks as attributes
-        config: the settings of the run
+        config: the settings of the run; if a run called ``run_name`` exists, it is resumed
         go_on: whether to resume a run that a hook has ended with ``StopTraining``. Otherwise, such
             a run is resumed only if it now has more steps than were planned when it was ended.
         note: your expectations of the run, for its entry in training_log.md

@@ -1,4 +1,4 @@
-"""The helpers of ctl_core.data; the states of readers; what docs/data.md shows."""
+"""The helpers of ctl_core.data; the states of readers; the code of the pages about data."""
 
 import re
 import sys
@@ -123,7 +123,7 @@ def test_folds_are_even_in_each_split() -> None:
     assert [key.numpy() for key in kept] == expected
 
 
-# ---- docs/data.md --------------------------------------------------------------------------------
+# ---- The pages about data ------------------------------------------------------------------------
 
 
 def create_loss() -> Any:
@@ -138,7 +138,7 @@ def create_model() -> keras.Model:
 
 
 @pytest.mark.slow
-def test_code_of_the_page_on_data_trains_and_resumes(
+def test_code_of_the_pages_on_data_trains_and_resumes(
     train: Train,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -148,7 +148,9 @@ def test_code_of_the_page_on_data_trains_and_resumes(
     pytest.importorskip("grain")
     (tmp_path / "data").symlink_to(TEMPLATE / "data")
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/data.md").read_text(), re.M | re.S)
+    pages = (ROOT / "docs" / f"{name}.md" for name in ("data", "readers", "large-datasets"))
+    text = "".join(page.read_text() for page in pages)
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     shown: dict[str, Any] = {"__file__": str(tmp_path / "callbacks.py")}
     trained = 0
     for number, block in enumerate(blocks):

@@ -265,7 +265,7 @@ def test_a_metric_pre_without_a_train_metric_is_refused(train: Train) -> None:
         train(hooks)
 
 
-# ---- The hooks that docs/hooks.md and docs/recipes.md show are trained with, as they stand there
+# ---- The hooks that the documents show are trained with, as they stand there ---------------------
 
 PAGES = ROOT / "docs"
 
@@ -275,7 +275,17 @@ def read_blocks(name: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-BLOCKS = read_blocks("hooks.md") + [b for b in read_blocks("recipes.md") if "every_steps" in b]
+PAGES_OF_HOOKS = (
+    *("hooks", "custom-losses", "optimizers", "several-objectives", "host-hooks", "metrics"),
+    *("averages", "tensorboard"),
+)
+# The other blocks of tensorboard.md read what a run has written.
+BLOCKS = [
+    block
+    for page in PAGES_OF_HOOKS
+    for block in read_blocks(f"{page}.md")
+    if page != "tensorboard" or "every_steps" in block
+]
 SMALL = {"steps": 12, "eval_every": 2, "log_every": 4}
 
 
@@ -302,6 +312,24 @@ def test_the_program_of_the_readme_learns(tmp_path: Path) -> None:
         weights = state.train_model.get_weights()[0]
         assert abs(weights - 1.0).max() < 0.1, "the target is the sum of the inputs"
         assert any("norm" in line for line in state.history) == (name == "changed")
+
+
+def test_the_program_of_the_first_page_reads_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 300 rows with two inputs and their sum, the last hundred are held out."""
+    monkeypatch.chdir(tmp_path)
+    inputs = np.random.default_rng(0).normal(size=(300, 2))
+    table = np.concatenate([inputs, inputs.sum(axis=1, keepdims=True)], axis=1)
+    np.savetxt("measurements.csv", table, delimiter=",", header="width,height,price")
+    (source,) = read_blocks("get-started.md")
+    hooks: dict[str, Any] = {}
+    exec(compile(source, "get-started.md", "exec"), hooks)
+    config = ctl_core.Config(
+        steps=120, batch_size=50, learning_rate=0.03, run_name="a", eval_every=0
+    )
+    state = ctl_core.train(hooks, config)
+    assert state.metrics["error"] < 0.2
 
 
 SHOWN = [block for block in BLOCKS if "turns" not in block]
@@ -348,9 +376,9 @@ def test_listener_and_flags_shown_in_documents_work(
 ) -> None:
     """The listener hears a run, and the flags of a sweep's trial are settings."""
     shown: dict[str, Any] = {}
-    for block in read_blocks("recipes.md"):
-        if "Listener" in block or "def flags" in block:
-            exec(block, shown)
+    for page in ("experiment-trackers.md", "hyperparameter-search.md"):
+        (block,) = read_blocks(page)
+        exec(block, shown)
     config = ctl_core.Config(steps=2, runs_dir=str(tmp_path), run_name="a", eval_every=1)
     hooks = make_hooks(create_eval_dataset=sliced(regression_data()))
     ctl_core.train(hooks, config, listeners=[shown["Heard"]()])
@@ -368,11 +396,12 @@ def test_loop_shown_in_documents_has_the_weights_of_its_hooks(
     """On two devices, by the command that is shown; at a rate so high, a rounding grows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    blocks = [block for block in read_blocks("recipes.md") if "make_train" in block]
+    page = "moving-a-loop.md"
+    blocks = [block for block in read_blocks(page) if "make_train" in block]
     for name, block in zip(("task", "loop", "callbacks"), blocks, strict=True):
         Path(f"{name}.py").write_text(block)
     loop = runpy.run_path("loop.py")
-    (words,) = re.findall(r"^./train.sh (--epochs .*)", (PAGES / "recipes.md").read_text(), re.M)
+    (words,) = re.findall(r"^./train.sh (--epochs .*)", (PAGES / page).read_text(), re.M)
     config = parse_command(["train", *words.split(), "--virtual-devices", "2"]).config
     state = ctl_core.train(runpy.run_path("callbacks.py"), config)
     del sys.modules["task"]
@@ -387,7 +416,7 @@ def test_two_towers_shown_in_documents_have_the_weights_of_a_loop(
     train: Train, devices: int
 ) -> None:
     """Of 64 pairs on three devices, the first device has one row more than the others."""
-    (block,) = (block for block in read_blocks("recipes.md") if "TwoTowers" in block)
+    (block,) = (block for block in read_blocks("exchanging-values.md") if "TwoTowers" in block)
     shown: dict[str, Any] = {}
     exec(block, shown)
     weights: dict[str, list[Any]] = {}

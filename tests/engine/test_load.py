@@ -108,8 +108,8 @@ def test_inputs_and_models_that_do_not_fit_are_refused(train: Train) -> None:
 
 @pytest.mark.slow
 def test_serving_hooks_shown_in_documents_work(cli: Cli) -> None:
-    """The hooks of docs/recipes.md, for images of 8 by 8 that clients send as files."""
-    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    """The hooks of docs/serving.md, for images of 8 by 8 that clients send as files."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     serve, around = (b for b in blocks if "def serve" in b or "def create_inference" in b)
     outcome = cli(IMAGES + serve + around, command=FLAGS)

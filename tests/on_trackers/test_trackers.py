@@ -1,7 +1,8 @@
 """tracker.py with each service's own package, offline: ``make test-trackers`` installs and runs it.
 
 A run of a rendered project is killed and started again; what the service has of it then is read
-back by its own tool, and compared with metrics.jsonl. docs/recipes.md says what is found here.
+back by its own tool, and compared with metrics.jsonl. docs/experiment-trackers.md says what is
+found here.
 """
 
 import json

@@ -24,6 +24,7 @@ import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.commands.cli import parse_command
 from ctl_core.hooks.table import SPECS
+from scripts.stage_docs import list_documents, list_pages, read_config
 from tests.helpers.project import Cli, cli  # noqa: F401
 from tests.helpers.rendering import ROOT, TEMPLATE, Project, Render
 
@@ -73,9 +74,10 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert find_broken(page) == []
 
 
-def test_every_document_is_linked_from_the_readme() -> None:
-    linked = {link.partition("#")[0] for link in find_links(ROOT / "README.md")}
-    assert {f"docs/{page.name}" for page in DOCUMENTS[1:]} <= linked
+def test_every_document_is_a_page_of_the_site() -> None:
+    """The navigation of mkdocs.yml lists each of them once, and no other page."""
+    pages = list_pages(read_config()["nav"])
+    assert sorted(pages) == sorted(list_documents().values())
 
 
 def test_what_a_projects_readme_names(projects: list[Project]) -> None:
@@ -149,8 +151,8 @@ def test_every_command_is_run_or_marked() -> None:
         assert marks == len(read_commands(page, marked=True)), page
     for page in SECTIONS:  # tests/examples trains them on little
         assert read_commands(page) == [], f"{page}: mark it"
-    wanted = {page.name: shell_commands(page) for page in GUIDES if page != PROJECTS}
-    assert len(wanted.pop("README.md")) == 3  # test_commands_in_a_shell
+    wanted = {page: shell_commands(page) for page in GUIDES if page != PROJECTS}
+    assert len(wanted.pop(ROOT / "README.md")) == 3  # test_commands_in_a_shell
     assert not any(wanted.values()), f"run them in a test, or mark them: {wanted}"
     assert shell_commands(PROJECTS) == ["./train.sh --workers 2"]
 
@@ -164,7 +166,7 @@ def test_commands_in_sentences_and_of_marked_blocks_are_understood(
         Path("runs", run).mkdir(parents=True)
         Path("runs", run, "config.yaml").write_text("steps: 300\n")
     seen = 0
-    for page in (ROOT / "README.md", ROOT / "docs" / "settings.md", digits / "README.md"):
+    for page in (*GUIDES, digits / "README.md"):
         texts = [t.content for t in read_tokens(page) if t.type in ("fence", "code_inline")]
         for line in "\n".join(texts).splitlines():
             text = line.split(" && ")[0].split("#")[0]

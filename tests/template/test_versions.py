@@ -80,7 +80,7 @@ def test_citation_has_the_version_of_the_engine() -> None:
 def test_project_of_a_version_goes_on_to_the_next_one(
     repository: Path, run: Run, tmp_path: Path
 ) -> None:
-    """By the commands of docs/changing-the-engine.md, with cookiecutter and with cruft."""
+    """By the commands of docs/updating.md, with cookiecutter and with cruft."""
     release(run, repository, "2.0.99")
     (repository / "ctl_core" / "new.py").write_text('"""New."""\n')
     ignored = repository / "{{cookiecutter.project_slug}}" / ".gitignore"
@@ -88,7 +88,7 @@ def test_project_of_a_version_goes_on_to_the_next_one(
     (repository / "{{cookiecutter.project_slug}}" / "AGENTS.md").unlink()
     release(run, repository, "2.1.0")
 
-    page = (ROOT / "docs" / "changing-the-engine.md").read_text()
+    page = (ROOT / "docs" / "updating.md").read_text()
     # cookiecutter recognizes git by its name in the address, and cruft has no such rule.
     page = page.replace("cruft create URL", f"cruft create {repository}")
     page = page.replace("cookiecutter URL", f"cookiecutter git+file://{repository}")
