@@ -411,6 +411,24 @@ def test_loop_shown_in_documents_has_the_weights_of_its_hooks(
     assert float(state.lr) == float(loop["optimizer"].learning_rate) == 0.25
 
 
+@pytest.mark.slow
+def test_fit_script_shown_in_documents_has_the_weights_of_its_hooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the shuffle, whose order in later epochs is another one in fit."""
+    monkeypatch.chdir(tmp_path)
+    page = "moving-from-fit.md"
+    for name, block in zip(("fit", "callbacks"), read_blocks(page), strict=True):
+        assert ".shuffle(800)" in block
+        Path(f"{name}.py").write_text(block.replace(".shuffle(800)", ""))
+    model = runpy.run_path("fit.py")["model"]
+    (settings,) = re.findall(r"^```yaml\n(.*?)^```$", (PAGES / page).read_text(), re.M | re.DOTALL)
+    Path("config.yaml").write_text(settings)
+    config = ctl_core.load_config("config.yaml", virtual_devices=2)
+    state = ctl_core.train(runpy.run_path("callbacks.py"), config)
+    compare.assert_close(state.train_model.weights, model.weights, 1e-4, 1e-4)
+
+
 @pytest.mark.parametrize("devices", small.slow_but(3, of=[1, 3]))
 def test_two_towers_shown_in_documents_have_the_weights_of_a_loop(
     train: Train, devices: int
