@@ -381,7 +381,7 @@ def test_listener_and_flags_shown_in_documents_work(
         exec(block, shown)
     config = ctl_core.Config(steps=2, runs_dir=str(tmp_path), run_name="a", eval_every=1)
     hooks = make_hooks(create_eval_dataset=sliced(regression_data()))
-    ctl_core.train(hooks, config, listeners=[shown["Heard"]()])
+    ctl_core.train(hooks, config, listeners=[shown["Printer"]()])
     out = capsys.readouterr().out
     assert "a eval 1 {'loss': " in out and "a is done" in out
     trial = optuna.trial.FixedTrial({"learning_rate": 0.01, "width": 32})
