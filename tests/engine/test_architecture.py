@@ -81,7 +81,7 @@ def test_rooms_import_from_below_only() -> None:
 
 
 def test_the_tests_that_documents_name_are_there() -> None:
-    """A test function that a page links to is in the linked file; other names are test files."""
+    """Each test that a page names exists, and a link to a test function leads to its file."""
     root, linked = ENGINE.parent, 0
     files = {path.stem for path in (root / "tests").rglob("test_*.py")}
     for page in (*root.glob("*.md"), *(root / "docs").glob("*.md"), ENGINE / "README.md"):
@@ -97,7 +97,7 @@ def test_the_tests_that_documents_name_are_there() -> None:
 
 
 def test_only_compat_uses_private_names_of_other_packages() -> None:
-    """Other code imports no private module and reads no attribute that begins with "_"."""
+    """Modules outside of compat/ import no private modules and read no private attributes."""
     private_modules = re.compile(r"(keras\.src|tensorflow\.(python|core|compiler))\b")
     # Public attributes of named tuples, os and sys whose names begin with an underscore.
     public = {"_replace", "_asdict", "_exit", "_current_frames"}
@@ -120,7 +120,7 @@ def test_only_compat_uses_private_names_of_other_packages() -> None:
 
 
 def test_the_supervisor_and_the_command_line_need_no_tensorflow() -> None:
-    """No module that these modules import, and no module in run/, imports TensorFlow."""
+    """The supervisor and the command line import no TensorFlow, even indirectly. Nor does run/."""
     heavy = {
         name
         for name, path in modules().items()
@@ -132,7 +132,7 @@ def test_the_supervisor_and_the_command_line_need_no_tensorflow() -> None:
 
 
 def test_what_imports_no_tensorflow_is_typed_strictly() -> None:
-    """mypy checks a module strictly if it nowhere imports TensorFlow or Keras.
+    """Each module that imports neither TensorFlow nor Keras is checked strictly by mypy.
 
     The list of these modules is in pyproject.toml.
     """
@@ -167,5 +167,5 @@ def test_public_names_are_those_that_type_checkers_see() -> None:
 
 
 def test_console_does_not_import_listeners() -> None:
-    """Not even for type checking, because the listeners write through the console."""
+    """The console imports no listeners, even for types, because the listeners use the console."""
     assert "run.listeners" not in imported(modules()["run.console"], everywhere=True)

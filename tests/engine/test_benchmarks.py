@@ -1,4 +1,4 @@
-"""All trainers that the benchmark compares reach the same weights. Nothing is timed here."""
+"""Tests that all trainers of the benchmark reach the same weights. Nothing is timed here."""
 
 import dataclasses
 from typing import Any

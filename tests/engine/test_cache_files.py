@@ -46,7 +46,7 @@ def test_resumed_run_has_the_weights_of_an_undisturbed_one(
 def test_files_of_a_stopped_process_are_named(
     train: Train, tmp_path: Path, evaluates: bool
 ) -> None:
-    """The error names the files to delete. Training starts after they have been deleted."""
+    """The error names all files of the stopped process, and training starts once they are gone."""
     file = tmp_path / "cached"
     hooks = cached_hooks(file)
     if evaluates:

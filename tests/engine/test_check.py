@@ -206,7 +206,7 @@ def test_values_that_every_replica_has_alike_do_not_differ(check: Check, capsys:
     assert "  XLA can compile the step as it was traced on a CPU\n" in printed
 
 
-# Programs that are left out. They would take half of the time and resemble other programs here.
+# Programs that are not checked. They resemble other programs and would double the time of the test.
 ALIKE = """
     diffusion embedding experts fine_tuning gradient_surgery l2 lora multi_task transformer
 """
@@ -300,7 +300,7 @@ def test_check_fails_where_devices_cannot_be_compared(check: Check, capsys: Outp
     def loss_pre(output: Any, batch: Any) -> Any:
         rows = tf.shape(output)[0]
         gathered = ctl_core.all_gather(output)
-        first = rows * ctl_core.replica_id()  # This is wrong if the shares differ in size.
+        first = rows * ctl_core.replica_id()  # The offset is wrong if shares differ in size.
         rows_of_replica = gathered[first : first + rows]
         return tf.ensure_shape(rows_of_replica, output.shape), batch[1]
 
@@ -429,7 +429,7 @@ def of_global() -> dict[str, Any]:
         return penalize(loss, output, train_model, BETA)
 
     def anneal() -> None:
-        globals()["BETA"] += 0.5  # This replaces the statement ``global BETA``.
+        globals()["BETA"] += 0.5  # Has the effect of a ``global BETA`` statement.
 
     def read_it_too() -> None:
         anneal()
@@ -583,7 +583,7 @@ def depend_on_devices(output: Any, batch: Any) -> Any:
 
 @pytest.mark.slow
 def test_bits_of_logical_replicas_are_compared(check: Check, capsys: Output) -> None:
-    """With logical replicas, the check compares bits. Otherwise it ignores rounding differences."""
+    """With logical replicas, the check compares bits. Without them, it ignores rounding errors."""
     settings = {"logical_replicas": 2, "seed": 3}
     noisy = {"create_model": dropout_model}
     check(hooks(**noisy), **settings)

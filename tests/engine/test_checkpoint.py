@@ -29,7 +29,7 @@ def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
 
 
 def test_users_create_ckpt_loses_no_state_of_the_engine(train: Train) -> None:
-    """The engine saves its own state separately, and deletes both parts of an old checkpoint."""
+    """The engine saves its state in a second part, and deletes both parts of old checkpoints."""
     hooks = make_hooks(
         create_ckpt=create_ckpt,
         create_opt=sgd,  # Plain SGD has no state that could be lost.
@@ -127,7 +127,7 @@ def test_run_without_a_whole_checkpoint_does_not_start_over(train: Train, folder
 
 def test_unfinished_first_checkpoint_does_not_count(train: Train) -> None:
     folder = train(make_hooks(), steps=5).run_dir / "ckpt"
-    for path in folder.glob("engine/ckpt-5.*"):  # These files are written after the user's part.
+    for path in folder.glob("engine/ckpt-5.*"):  # The engine's part is written after the user's.
         path.unlink()
     seen: list[int] = []
     train(make_hooks(every_steps={1: lambda step: seen.append(step)}), steps=6)
@@ -261,7 +261,7 @@ def test_a_checkpoint_that_is_written_late_holds_the_values_of_its_step(
         return write(self, path, options)
 
     def values_of(train_model: Any, optimizer: Any, lr: Any) -> list[np.ndarray]:
-        """Returns all values of the user's part. Random states are in the engine's part."""
+        """Returns the values that the user's part of a checkpoint contains."""
         variables = [v for v in train_model.variables if "seed" not in v.path]
         return [np.array(v.numpy()) for v in [*variables, *optimizer.variables, lr]]
 
@@ -279,7 +279,7 @@ def test_a_checkpoint_that_is_written_late_holds_the_values_of_its_step(
     with pytest.raises(RunError, match="mine"):
         train(make_hooks(**hooks, at_step={8: fail}), steps=20, ckpt_every=2)
     monkeypatch.undo()
-    state = train(make_hooks(**hooks), steps=6)  # This restores step 6 and trains no further.
+    state = train(make_hooks(**hooks), steps=6)  # The run is restored at step 6 and has ended.
     actual = values_of(state.train_model, state.optimizer, state.lr)
     for value, expected in zip(actual, seen[6], strict=True):
         np.testing.assert_array_equal(value, expected)

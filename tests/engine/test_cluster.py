@@ -127,7 +127,7 @@ def test_hooks_run_in_every_process_and_go_on_with_what_the_chief_kept(two: Path
 
 
 def test_other_numbers_of_devices_are_refused_before_any_collective(tmp_path: Path) -> None:
-    """Collectives would otherwise fail with an error of TensorFlow about the sizes of groups."""
+    """Otherwise, the first collective would fail with a TensorFlow error about group sizes."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     addresses = [f"127.0.0.1:{port}" for port in find_free_ports(2)]
     processes = []

@@ -165,7 +165,7 @@ def test_names_of_keras_start_again() -> None:
 
 
 def test_optimizers_are_not_reduced_or_refused() -> None:
-    """Inside the contexts, gradients are not reduced, and updates are refused."""
+    """Optimizers skip reductions, or refuse updates, only inside the corresponding context."""
     optimizer = keras.optimizers.SGD(1.0)
     assert float(compat.read_rate(optimizer)) == 1.0
     assert compat.read_rate(object()) is None  # type: ignore[arg-type]
@@ -181,9 +181,9 @@ def test_optimizers_are_not_reduced_or_refused() -> None:
 
 
 def test_groups_of_optimizers_take_some_of_their_variables() -> None:
-    """On one device, gradients for some of the variables are enough.
+    """An update on one device may have gradients for only some of the variables.
 
-    The method of Keras requires a gradient for each variable.
+    Keras itself requires a gradient for each variable.
     """
     variables = [keras.Variable(3.0), keras.Variable(3.0)]
     first, second = keras.optimizers.SGD(1.0), keras.optimizers.SGD(2.0)
@@ -329,7 +329,8 @@ def test_graphs_called_of_functions_without_a_graph() -> None:
 
 def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
     variable, node, checkpoint = tf.Variable(1.0), compat.Node(), compat.GraphCheckpoint()
-    node.children["_self_name_based_restores"] = variable  # TensorFlow has an attribute so named.
+    # The name is also that of an attribute of TensorFlow.
+    node.children["_self_name_based_restores"] = variable
     checkpoint.children["x"] = node
     for value in (1.0, 2.0):
         variable.assign(value)
@@ -424,7 +425,7 @@ def test_joining_process_waits_as_long_as_it_is_told() -> None:
 def test_texts_are_published_and_read_by_the_coordination_service(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This test replaces the service; tests/engine/test_cluster.py uses it between processes."""
+    """A mock replaces the service here; tests/engine/test_cluster.py uses a real service."""
     published: dict[str, str] = {}
 
     def read(key: str, timeout_in_ms: int) -> str:
@@ -490,7 +491,7 @@ def test_means_of_losses_are_not_divided_by_the_replicas() -> None:
 
 
 def test_replica_context_entered_again_keeps_the_recording_of_summaries() -> None:
-    """The setting of which replica writes summaries is the same inside the context and after it."""
+    """Entering a replica context again does not change which replica writes summaries."""
     from tensorflow.python.ops import summary_ops_v2
 
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
@@ -516,7 +517,7 @@ def test_replica_context_entered_again_keeps_the_recording_of_summaries() -> Non
 
 
 def test_ops_that_xla_compiles_for_a_gpu() -> None:
-    """The list is complete even if TensorFlow has already started without a GPU."""
+    """The list of ops is complete even if TensorFlow has already started without a GPU."""
     tf.constant(0)
     assert {"MatMul", "Conv2D", "StatelessRandomUniformV2", "While"} <= compat.list_gpu_ops()
     assert not {"AsString", "CudnnRNNV3", "WriteScalarSummary"} & compat.list_gpu_ops()

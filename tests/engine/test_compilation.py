@@ -218,7 +218,7 @@ def test_a_run_whose_record_does_not_say_is_as_its_setting_says(
 def test_a_compiled_run_that_cannot_be_compiled_here_is_refused(
     train: Train, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With an explicit ``jit_compile: false``, the run resumes without compilation."""
+    """A compiled run that can no longer be compiled is refused unless ``jit_compile`` is false."""
     train(make_hooks(), steps=2, jit_compile=True)
     message = (
         r"^jit_compile: .*run is compiled by XLA, .* here: {}\. Begin another .*: --fork .*run;"
@@ -235,7 +235,7 @@ def test_a_compiled_run_that_cannot_be_compiled_here_is_refused(
 
 
 class Growing(keras.Model):
-    """Contains an op that XLA cannot compile as soon as the second layer is unfrozen."""
+    """Uses an op that XLA cannot compile once the second layer is unfrozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,10 @@ class Drawing(keras.Model):
 
 
 def drawing_hooks() -> Any:
-    """Returns hooks of which one adds noise to the gradients and another one subtracts 90 %."""
+    """Returns hooks that draw the same noise.
+
+    One hook adds the noise to the gradients, and another one subtracts 90 % of the noise.
+    """
 
     def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
         noise = train_model.draw("grad_pre", step)
@@ -348,7 +351,10 @@ def drawing_hooks() -> Any:
 
 
 def test_a_seed_gives_one_number_in_all_hooks_and_on_any_number_of_devices(train: Train) -> None:
-    """All hooks draw one number per step. Only compiled and other runs differ in their numbers."""
+    """All hooks draw the same number in a step, on one device and on three.
+
+    Compiled runs draw other numbers than runs that are not compiled.
+    """
     plain, on_one, on_three = (
         train(drawing_hooks(), steps=6, run_name=f"way-{number}", **settings)
         for number, settings in enumerate(WAYS)

@@ -72,9 +72,9 @@ def test_the_saved_position_is_small(tmp_path: Path) -> None:
 def test_the_state_of_a_reader_may_hold_a_tensor_of_pytorch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tensors in a reader's state are restored, such as the state of a sampler's generator.
+    """A reader's state may contain PyTorch tensors, such as the state of a sampler's generator.
 
-    A fake module replaces PyTorch.
+    The test uses a fake PyTorch module.
     """
     Tensor = type("Tensor", (list,), {"__module__": "torch"})
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=Tensor))

@@ -66,7 +66,7 @@ def test_anomaly_is_traced_to_step_op_hook_and_line(cli: Cli, name: str) -> None
 
 @pytest.mark.parametrize("settings", [{"deterministic": True}, {"logical_replicas": 4}])
 def test_a_deterministic_loss_is_no_anomaly(train: Train, settings: Any) -> None:
-    """TensorFlow's deterministic loss contains a NaN for invalid labels, which is not reported."""
+    """A NaN that TensorFlow's deterministic loss contains for invalid labels is not reported."""
     inputs, target = regression_data()
     labels = (target[:, 0] > 0).astype("int64")
     hooks = make_hooks(
@@ -104,7 +104,7 @@ BATCH = 16
 def test_first_step_with_a_loss_that_is_not_finite_is_named(
     train: Train, capsys: pytest.CaptureFixture[str], ends: tuple[int, ...], settings: Any
 ) -> None:
-    """The step is reported once, even if the run is resumed before further NaN losses occur."""
+    """Only the first step with a NaN loss is named, even if the run is resumed after this step."""
     inputs, target = (np.tile(array, (2, 1))[: 12 * BATCH] for array in regression_data())
     target[[step * BATCH - 1 for step in (3, 4, 7)]] = np.nan
     for steps in ends:

@@ -80,7 +80,7 @@ def test_several_sets_decide_and_are_evaluated_and_predicted(cli: Cli) -> None:
     assert "  test/error " in cli(None, command=("evaluate",)).out
     flags = ["--dataset", "test", "--include", "1", "--include", "0"]
     assert cli(None, *flags, command=("predict",)).code == 0
-    inputs, target = (array[37:] for array in small.data())  # limit_eval does not limit predict.
+    inputs, target = (array[37:] for array in small.data())  # ``predict`` ignores limit_eval.
     with np.load("runs/a/predictions-test.npz") as file:
         np.testing.assert_array_equal(file["batch/0"], inputs)
         np.testing.assert_array_equal(file["batch/1"], target)
@@ -126,7 +126,7 @@ STEPS, EVERY = 14, 4
 def metrics() -> dict[str, keras.Metric]:
     return {
         "error": keras.metrics.MeanAbsoluteError(),
-        "f1": keras.metrics.F1Score("macro", 0.5),  # Creates its variables on first use.
+        "f1": keras.metrics.F1Score("macro", 0.5),  # F1Score creates its variables on first use.
         "mean": keras.metrics.Mean(),
     }
 
@@ -292,7 +292,7 @@ def test_keep_best_without_metric_or_direction_is_refused(train: Train) -> None:
 
 
 def test_criterion_ends_training_after_its_patience() -> None:
-    """Neither NaN nor an equal value is an improvement. The dict ``best`` contains all state."""
+    """Neither NaN nor an equal value is an improvement. The criterion's state is in ``best``."""
     (criterion,) = read_criteria(Config(early_stop="error:2"), ["loss", "error"])
     best: dict[str, list[float]] = {}
     values = [math.nan, 3.0, 2.0, 2.0, 1.0, math.nan]
@@ -324,7 +324,7 @@ def test_direction_of_criterion(setting: str, is_highest: bool) -> None:
     ],
 )
 def test_evaluation_data_without_rows_are_refused(train: Train, create_eval_dataset: Any) -> None:
-    """The error message has the wording of the message about ``create_dataset``."""
+    """Evaluation data without rows are reported in the same words as such training data."""
     hooks = make_hooks(create_eval_dataset=create_eval_dataset)
     with pytest.raises(ctl_core.SetupError, match=r"create_eval_dataset .*have a row for each"):
         train(hooks, steps=1)

@@ -60,7 +60,7 @@ def test_a_frozen_base_is_unfrozen_and_has_a_rate_of_its_own(
     shown["unfreeze"](model, rate)
     assert len(model.trainable_variables) > 100
     assert rate.value == pytest.approx(0.01)
-    optimizer.build(model.trainable_variables)  # Raises an error if a variable is in no group.
+    optimizer.build(model.trainable_variables)  # This fails if a variable is in no group.
 
 
 def test_adapters_are_all_that_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_log_that_is_a_link_is_refused(train: Train, tmp_path: Path) -> None:
 def test_list_of_checkpoints_outside_of_the_folder_is_refused(
     train: Train, tmp_path: Path, place: str
 ) -> None:
-    """Otherwise, the manager would delete listed files outside of the folder as old checkpoints."""
+    """The list is refused, because the manager would delete the listed files as old checkpoints."""
     folder = train(make_hooks(), steps=2, ckpt_every=1).run_dir / "ckpt"
     path = folder / "checkpoint"
     listed = f'all_model_checkpoint_paths: "{place.format(folder=tmp_path)}"\n'

@@ -86,7 +86,7 @@ def test_weights_on_a_gpu_are_those_of_a_plain_loop(train: Train, hooks: Any, wa
 def test_replicas_do_not_drift_apart(
     train: Train, hooks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever a checkpoint is saved, the engine asserts that the replicas have equal weights."""
+    """Replicas keep equal weights, which the engine checks whenever it saves a checkpoint."""
     monkeypatch.setattr(build, "create_strategy", on_gpus.create_strategy)
     assert_plain(train(hooks, **SETTINGS, virtual_devices=2, ckpt_every=5), hooks)
 

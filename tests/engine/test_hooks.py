@@ -68,7 +68,7 @@ def test_stubs_show_the_defaults(stub: str) -> None:
     text = (ROOT / "templates" / "examples" / stub).read_text()
     names = {*SPECS, "print_step", "print_loss"} & {*vars(defaults)}
     names -= {"turns", "create_train_metrics", "train_metric_pre"}  # Few users need these hooks.
-    names -= {"at_step"}  # In the engine, this default has a type annotation.
+    names -= {"at_step"}  # The engine's default of at_step has a type annotation.
     names -= {"create_metrics"} if stub == "digits.py" else set()
     for name in names:
         assert f"\n{read_default_source(name)}\n" in text, name
@@ -337,12 +337,12 @@ SHOWN = [block for block in BLOCKS if "turns" not in block]
 
 @pytest.mark.parametrize("block", small.slow_but(*SHOWN[::3], of=SHOWN))
 def test_hooks_shown_in_documents_train(train: Train, tmp_path: Path, block: str) -> None:
-    # The test has few steps, so a hook that is called every 500 steps is called every 5 steps.
+    # The test trains few steps, so periods such as 500 steps are divided by 100.
     hooks = hooks_of(block.replace("00:", ":"), tmp_path)
     assert hooks
     base = {"create_model": Followed, "create_eval_dataset": sliced(regression_data())}
     state = train(make_hooks(**{**base, **hooks}), learning_rate=1e-12, **SMALL)
-    if "lr.assign" in block:  # The hook lowers lr, because no evaluation shows an improvement.
+    if "lr.assign" in block:  # The documented hook lowers lr, because no evaluation improves.
         assert float(state.lr) < 1e-12
     names = {name for line in state.history for name in line}
     shown = {"mean_loss", "norm", "error", "size"}

@@ -18,8 +18,8 @@ from tests.golden.lookahead import Lookahead
 from tests.golden.reference import RATE, Reference
 
 STEPS = 7
-# Two devices show whether replicas start with equal weights. If not, one device helps to find the
-# cause.
+# Two devices show whether replicas start with equal weights. With one device, it is easier to find
+# the cause of a failure.
 DEVICES = pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 
 
@@ -209,7 +209,10 @@ def test_a_layer_that_only_evaluations_call(train: engine.Train, tmp_path: Path,
 
 
 def name_model(*names: str) -> Callable[..., Any]:
-    """Returns a ``create_ckpt`` that saves the model by the first name and copies by the others."""
+    """Returns a ``create_ckpt`` that saves the model by the first name.
+
+    For each further name, it saves a copy of the model.
+    """
 
     def create_ckpt(ckpt_path: str, step: Any, optimizer: Any, train_model: Any) -> Any:
         models = [train_model, *(keras.models.clone_model(train_model) for _ in names[1:])]
@@ -329,7 +332,7 @@ def test_run_with_another_head_begins_with_the_other_layers(
 
 
 def test_variables_that_do_not_fit_are_listed(train: engine.Train) -> None:
-    """Errors list variables that have another shape, are missing, or match a misspelled pattern."""
+    """Errors list variables of another shape, missing variables, and patterns without a match."""
 
     def create_deeper() -> keras.Model:
         extra = keras.layers.Dense(CLASSES, name="extra")
@@ -396,7 +399,7 @@ def test_adapters_and_the_weights_of_the_base(
 ) -> None:
     """The matrices of an adapter keep their initial values when the base's weights are loaded.
 
-    Keras would set both matrices to 0 when it reads a file, and they could never be trained.
+    Keras sets both matrices to 0 when it reads a file. Such matrices could never be trained.
     """
 
     def create_adapted() -> keras.Model:

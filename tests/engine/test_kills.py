@@ -161,7 +161,7 @@ class Project:
         """Returns signs of a run's progress: checkpoint files, or the size of the metrics file."""
         folder = self.folder / "runs" / run
         if kind == "file":
-            walk = os.walk(folder / "ckpt")  # pathlib raises an error if a folder is removed.
+            walk = os.walk(folder / "ckpt")  # Unlike pathlib, os.walk tolerates removed folders.
             return {name for _, folders, files in walk for name in (*folders, *files)}
         return {path.stat().st_size for path in folder.glob("metrics.jsonl")}
 
@@ -341,7 +341,7 @@ def start(project: Project) -> list[subprocess.Popen[bytes]]:
 
 @pytest.mark.cluster
 def test_run_survives_the_loss_of_a_host(hosts: list[str], tmp_path: Path) -> None:
-    """If a host is lost, all processes end with the exit code of a lost peer, and can resume."""
+    """After the loss of a host, all processes exit with code 75 (lost peer). The run can resume."""
     project = Project(tmp_path, steps=30).make()
     both = start(project)
     # Disconnects the host while a checkpoint other than the first one is being saved.

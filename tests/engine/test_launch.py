@@ -98,7 +98,7 @@ def pids() -> list[int]:
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        stat = Path(f"/proc/{pid}/stat")  # Shows whether the process is a zombie.
+        stat = Path(f"/proc/{pid}/stat")  # The file shows whether the process is a zombie.
         return not stat.parents[1].joinpath("self").exists() or (
             stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
         )
@@ -137,7 +137,7 @@ assert sys.stdin.read() == "" and os.getpgrp() == os.getpid()
 def test_the_chief_says_once_that_ports_are_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line says how to protect the ports if processes may be on other machines.
+    """If processes may be on other machines, the line also says how to protect the ports.
 
     A single process opens no port, so it prints no line.
     """
@@ -205,7 +205,7 @@ def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("codes", "expected"), [((143, 143), 143), ((1, 75), 1), ((2, 0), 2)])
 def test_exit_codes(codes: tuple[int, int], expected: int) -> None:
-    """The exit code is that of the workers, and child processes end together with their worker."""
+    """The supervisor returns the exit code of a failed worker, and child processes end, too."""
     assert run(f"{CHILD}sys.exit({codes}[index])") == expected
     assert len(pids()) == 4, "started once"
     until(lambda: not any(map(alive, pids())))
@@ -242,7 +242,7 @@ if start <= 2:
 
 
 def test_supervisor_gives_up_after_the_last_restart(capfd: Captured) -> None:
-    """The message names all workers that ended, even those that ended because of another one."""
+    """The message names all workers that ended, even a worker that ended because of another one."""
     body = "sys.exit(75) if index else os.kill(os.getpid(), signal.SIGSEGV)"
     with pytest.raises(RunError, match=r"worker 0 was killed by SIGSEGV.* max_restarts is 1"):
         run(body, max_restarts=1)
@@ -315,7 +315,7 @@ def test_workers_that_do_not_stop_are_killed_after_a_second_sigint() -> None:
     assert parent.poll() is None and not Path("got-0-3").exists()
     assert Path("got-1-2").read_text() == "2"
     parent.send_signal(signal.SIGINT)
-    assert parent.wait() == -signal.SIGINT  # The command would turn this into exit code 130.
+    assert parent.wait() == -signal.SIGINT  # The command converts this to exit code 130.
     assert not any(map(alive, pids())) and len(pids()) == 2
 
 

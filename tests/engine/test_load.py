@@ -155,7 +155,7 @@ def test_functions_around_the_model_are_evaluated_predicted_and_exported_without
 ) -> None:
     """Layers that hooks call around the model are in training mode only during training, too."""
     augment, extra = Noise(), Noise()
-    # Two batches of the shape of training batches, so that traced functions could be reused.
+    # The batches have the shape of training batches, for which functions are already traced.
     inputs, target = small.data(32)
     hooks = make_hooks(
         create_model=lambda: small.model_with(keras.layers.BatchNormalization(), Noise()),
@@ -231,7 +231,10 @@ def tagger(seen: list[Any]) -> SimpleNamespace:
 
 
 def test_host_hooks_see_and_predict_writes_what_does_not_fit(train: Train) -> None:
-    """Hooks receive outputs of different widths as ragged tensors; files contain the lengths."""
+    """Hooks receive outputs of different widths as ragged tensors.
+
+    The files of ``predict`` contain padded arrays and the lengths of the rows.
+    """
     seen: list[Any] = []
     hooks = tagger(seen)
     state = train(hooks, steps=3, batch_size=4, virtual_devices=2)

@@ -208,7 +208,7 @@ def test_hooks_that_xla_cannot_compile_are_refused(
 
 
 def test_the_program_trains(tmp_path: Path, command: engine.Command) -> None:
-    """The program trains without a refused hook, so the refusals above are due to the hooks."""
+    """The program of the other tests trains if it has none of the refused hooks."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + EVALUATION)
     outcome = command("train", *WITH, "--virtual-devices=3")
     assert (outcome.code, outcome.err) == (0, "")

@@ -280,7 +280,7 @@ def test_killed_while_it_fetches(place: Path, monkeypatch: pytest.MonkeyPatch) -
             patch.setattr(stores.FolderStore, "download", fuse.guard(stores.FolderStore.download))
             patch.setattr(mirror, "_move", fuse.guard(mirror._move))
             patch.setattr(mirror, "_write_list", fuse.guard(mirror._write_list))
-            patch.setattr(mirror, "remove", lambda path: None)  # A killed process removes nothing.
+            patch.setattr(mirror, "remove", lambda path: None)  # A killed process deletes no file.
             try:
                 assert Mirror(CONFIG).fetch(-1) == 2
                 was_cut = False
@@ -352,7 +352,7 @@ def read_event_steps(run: Path) -> list[int]:
 def test_run_that_loses_its_machine_is_the_uninterrupted_run(
     cli: Cli, tmp_path: Path, kind: str
 ) -> None:
-    """The fetched run keeps its settings without flags, and its curves have no gap."""
+    """A fetched run keeps its settings, even if no flag repeats them. Its curves have no gap."""
     address = {"path": "m", "file": f"file://{tmp_path}/m", "fsspec": f"memory://{tmp_path.name}"}
     (tmp_path / "callbacks.py").write_text(HOOKS)
     (tmp_path / "config.yaml").write_text(f"mirror: {address[kind]}\nhparams: {{a: 1}}\n")
@@ -468,7 +468,7 @@ def test_mirror_that_works_again_gets_the_next_checkpoint(
 def test_mirror_that_cannot_be_read_is_refused_unless_the_run_is_here(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, a new run would start from scratch and replace the checkpoints in the mirror."""
+    """The start is refused, because a new run would replace the checkpoints in the mirror."""
     (tmp_path / "callbacks.py").write_text(HOOKS)
     train(cli, "--steps", "5", "--mirror", "m")
     monkeypatch.setattr(stores.FolderStore, "list_names", raise_timeout)

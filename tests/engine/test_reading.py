@@ -141,9 +141,9 @@ def test_overfitting_more_batches_than_there_are_goes_on_into_the_next_pass(trai
 
 @pytest.mark.slow
 def test_elements_whose_tensors_differ_in_size_need_a_hook(train: Train) -> None:
-    """Batches of graphs need ``count_examples``, because the number of atoms may vary later.
+    """Batches whose tensors have different first dimensions need ``count_examples``.
 
-    Each of the first batches has four graphs and four atoms, so the sizes differ only later.
+    In the first batches, the dimensions are equal by chance: four graphs have four atoms.
     """
     atoms = tf.ragged.range([1] * 20 + [1 + index % 5 for index in range(20)])
     graphs = tf.data.Dataset.from_tensor_slices((atoms, tf.ones([40, 1]))).batch(4)

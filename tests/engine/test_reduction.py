@@ -46,7 +46,7 @@ def test_gradients_are_summed_once_an_update(train: Train, monkeypatch: pytest.M
 
 
 def test_micro_batches_run_one_after_the_other(train: Train) -> None:
-    """If micro-batches ran in parallel, they would need the memory of the whole batch."""
+    """Micro-batches run in sequence. In parallel, they would need the memory of the whole batch."""
     events: list[str] = []
 
     def noted(tensor: tf.Tensor, event: str) -> tf.Tensor:
@@ -79,7 +79,7 @@ def test_micro_batches_run_one_after_the_other(train: Train) -> None:
 
 
 def test_an_update_by_one_replicas_batch_is_found_and_named(train: Train, tmp_path: Path) -> None:
-    """The difference between replicas is found before a checkpoint is written."""
+    """Replicas that differ are an error when a checkpoint is due, and no checkpoint is written."""
 
     def by_own_batch(gradients: Any, batch: Any) -> Any:
         scale = tf.reduce_mean(tf.abs(batch[0]))
@@ -119,7 +119,7 @@ def test_a_variable_of_any_dtype_that_differs_is_found(train: Train, dtype: str)
 
 
 def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(train: Train) -> None:
-    """An optimizer that ``grad_pre`` applies, such as that of a critic, sums over the replicas.
+    """An optimizer that ``grad_pre`` applies, such as a critic's, sums gradients over replicas.
 
     With micro-batches, the optimizer is refused before it takes a step.
     """
@@ -202,7 +202,7 @@ def test_an_option_of_a_keras_optimizer_does_what_it_does_in_a_plain_loop(
 def test_rows_of_a_branch_are_added_up_like_others(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradient of an embedding in a branch has a shape that is unknown during tracing."""
+    """Gradients of an embedding in a branch are summed, although they have no static shape."""
     expected, look_up = by_keras(global_clipnorm=0.05), keras.layers.Embedding.call
 
     def branch(layer: Any, words: Any) -> Any:
@@ -330,7 +330,7 @@ def test_a_negative_weight_makes_the_loss_nan(train: Train) -> None:
         train(hooks, steps=2, batch_size=8, on_nan="stop")
 
 
-WEIGHTS = np.random.default_rng(5).uniform(0.0, 3.0, 48)  # The dtype is float64, as in NumPy.
+WEIGHTS = np.random.default_rng(5).uniform(0.0, 3.0, 48)  # NumPy's default dtype is float64.
 
 
 def weighted_hooks(weight: Any = WEIGHTS, **hooks: Any) -> SimpleNamespace:

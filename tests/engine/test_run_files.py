@@ -83,7 +83,7 @@ def assert_trained(run: str, factor: float = 1.0, step: int = 4) -> None:
 def test_folders_of_a_run_may_be_links_and_hooks_change_the_folder(
     project: Path, ctl: Ctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run resumes although its folders are links to other disks and a hook changes the folder."""
+    """A run resumes although its folders are links and a hook changes the working directory."""
     ctl("train", "--run-name", "a", *FLAGS)
     places = ["runs/a/tb", "runs/a/ckpt", "runs/a", "runs"]
     for number, place in enumerate(places):
@@ -235,7 +235,10 @@ def test_a_run_of_another_process_that_is_killed_and_started_again(watched: Path
 def test_requirements_leave_out_what_an_environment_brings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packages that are installed from a folder are also left out, because no index has them."""
+    """Tools such as pip are left out, and so are packages that are installed from a folder.
+
+    A package index does not have the version that is installed from a folder.
+    """
     packages = tmp_path / "site-packages"
     installed = "numpy-2.3.1 pip-25.3 setuptools-80.9.0 wheel-0.45.1 pip_tools-7.5.0 mine-0.1.0"
     for name in installed.split():

@@ -229,7 +229,7 @@ def summarizing_hooks(**hooks: Any) -> SimpleNamespace:
     def update_pre(gradients: Any) -> Any:
         """Writes a summary of scaled gradients.
 
-        If only one replica used this value, the value could be rounded differently on the replica.
+        If only one replica used the value, rounding could differ between the replicas.
         """
         third = [gradient * 0.3 for gradient in gradients]
         tf.summary.scalar("third", tf.linalg.global_norm(third))
@@ -250,7 +250,7 @@ def test_summaries_of_micro_batches_leave_replicas_equal(train: Train) -> None:
 
 
 def test_summaries_in_a_compiled_step_are_refused(train: Train) -> None:
-    """On several devices, ``update_pre`` may write summaries, because it is not compiled."""
+    """On several devices, ``update_pre`` may write summaries, because XLA does not compile it."""
     message = r" \(\w+.py:\d+\): jit_compile cannot compile tf.summary or "
     with pytest.raises(ctl_core.SetupError, match=f"^input_pre{message}"):
         train(summarizing_hooks(), steps=1, jit_compile=True)
@@ -267,7 +267,7 @@ def test_summaries_in_a_compiled_step_are_refused(train: Train) -> None:
 def test_summaries_have_the_learning_rate_and_the_speed(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The speed is not in metrics.jsonl, because two runs must have the same lines there."""
+    """The speed is not in metrics.jsonl, because tests compare the lines of two runs."""
     monkeypatch.setattr(summaries, "PAUSE", 0.0)  # Without a pause, even fast steps are reported.
     # Only a GPU has a peak memory, so the value is faked.
     monkeypatch.setattr(summaries, "read_peak_memory", lambda devices: 3 * 2**20)
@@ -402,7 +402,7 @@ def test_messages_appear_above_the_progress_line_as_they_are() -> None:
 
 
 def test_show_step_prints_what_the_engine_does_not_show(capfd: pytest.CaptureFixture[str]) -> None:
-    """A call prints a line, but not in a deferred hook or if a terminal shows a progress line."""
+    """A step is printed, except in a deferred hook or if a terminal shows a progress line."""
     console, written = terminal(80)
     console.start(0, 10)
     console.step(5)
@@ -467,7 +467,7 @@ def test_console_prints_few_lines_into_a_pipe(
 
 
 def test_a_start_that_fails_leaves_no_dated_folder(tmp_path: Path) -> None:
-    """The folder of a run with a name is kept, because it contains the log."""
+    """If a start fails, only the folder of a run with a name is kept. It contains the log."""
 
     def fail() -> None:
         raise ValueError("mine")
@@ -505,7 +505,7 @@ def test_commands_that_succeed_write_nothing_to_stderr(
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", lean.PYTHONPATH)
-    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # The engine chooses the level.
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # The engine sets the log level.
     Path("callbacks.py").write_text(EVALUATED)
     Path("own.py").write_text(NOTES)
     ctl = [sys.executable, "-W", "default::DeprecationWarning:__main__", "-m", "ctl_core"]

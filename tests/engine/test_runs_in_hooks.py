@@ -132,7 +132,7 @@ def test_a_run_that_a_hook_loads_leaves_no_trace(train_small: engine.Train, othe
 
 
 def test_a_float32_run_is_loaded_in_float32_and_may_be_trained(train_small: engine.Train) -> None:
-    """A hook of a run in bfloat16 can load and train runs in float32 without affecting its own."""
+    """A hook of a bfloat16 run can load and train float32 runs without affecting its own run."""
     train_small(small.hooks(), steps=1, run_name="other")
     seen: list[Any] = []
 

@@ -19,8 +19,8 @@ from ctl_core.run.errors import SetupError
 from ctl_core.run.layers import load_config, write_config
 from ctl_core.run.settings import PERIODS, SETTINGS, Config
 
-# A value other than the default for each setting. If the text in a file and the value in Python
-# differ, both are given as a tuple.
+# For each setting, a value that differs from the default. A tuple contains the text in a file and
+# the value in Python, if the two differ.
 VALUES: dict[str, Any] = {
     "steps": 30, "epochs": 3, "overfit_batches": 1, "batch_size": 8, "accumulate_steps": 2,
     "logical_replicas": 4, "intra_op_threads": 2,
@@ -172,7 +172,7 @@ def test_hparams_are_read_alike_everywhere_and_read_back_equal(text: str) -> Non
 
 
 def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
-    """Otherwise, a run with a misspelled hyperparameter would silently use the old value.
+    """Unknown hyperparameters are refused, because a misspelled name would have no effect.
 
     A new hyperparameter must first be added to a settings file.
     """
@@ -385,7 +385,7 @@ def test_every_setting_is_used_somewhere() -> None:
 
 
 def test_unknown_settings_of_a_run_are_refused_except_those_of_earlier_engines() -> None:
-    """Otherwise, a misspelled name in an edited config.yaml would silently have no effect."""
+    """Unknown settings of a run are refused, because a misspelled name would have no effect."""
     make_run("a", "steps: 3\ninit_partial: false\nwait_for_workers: 600\n")
     Path("runs/a/train.log").touch()
     assert resolve("--run-name", "a").steps == 3

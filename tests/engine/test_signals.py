@@ -75,7 +75,7 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
 def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log reports an interruption by the user instead of a failure with a traceback."""
+    """After a second SIGINT, the log reports an interruption instead of a failure."""
     monkeypatch.setattr(signals, "SAME_SIGNAL", 0.0)
 
     def endless() -> None:
@@ -97,7 +97,7 @@ def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(
 
 
 def test_sigusr1_counts_as_sigterm(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch systems send SIGUSR1 to a job shortly before its time limit."""
+    """SIGUSR1 stops a run like SIGTERM, because batch systems send it before a time limit."""
     kill = functools.partial(signal.raise_signal, signal.SIGUSR1)
     state = train(hooks_with("step", kill, monkeypatch), steps=12, **SETTINGS)
     assert (state.step, state.stopped_by) == (5, signal.SIGTERM)
@@ -105,7 +105,7 @@ def test_sigusr1_counts_as_sigterm(train: Train, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_process_that_is_forked_off_a_run_ends_by_a_signal() -> None:
-    """For example, ``multiprocessing`` ends its processes by SIGTERM. The run itself continues."""
+    """SIGTERM, which ``multiprocessing`` sends, ends a forked process while the run continues."""
     forking = multiprocessing.get_context("fork")
     started = forking.Event()
 

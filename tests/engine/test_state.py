@@ -1,4 +1,4 @@
-"""Tests that a run that resumes or starts from another run has the complete state of that run."""
+"""Tests that resumed and forked runs continue with the complete state, and of initial weights."""
 
 import re
 from functools import partial
@@ -59,7 +59,7 @@ def test_statistics_of_each_replica_resume(train: Train) -> None:
 def test_a_position_that_outweighs_the_model_is_mentioned_once(
     train: Train, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, buffer: int
 ) -> None:
-    """A line says so if the saved shuffle buffer is much larger than the model's variables."""
+    """A message is printed once if the saved shuffle buffer is much larger than the model."""
     monkeypatch.setattr(position, "LARGE_POSITION", 1_000_000)
 
     def create_dataset(global_batch_size: int) -> tf.data.Dataset:
@@ -76,7 +76,7 @@ def test_a_position_that_outweighs_the_model_is_mentioned_once(
 
 
 def test_an_evaluation_changes_no_bit_of_training(train: Train) -> None:
-    """This holds even for a model that assigns variables when it is called."""
+    """An evaluation changes no bit, even if the model assigns variables when it is called."""
     hooks = make_hooks(create_model=counting_model)
     rarely = values(train(hooks, run_name="never", steps=9))
     hooks.create_eval_dataset = small.create_dataset

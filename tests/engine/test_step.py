@@ -147,7 +147,7 @@ def play(steps: int, clip: float = 9.0) -> tuple[list[list[np.ndarray]], list[li
 
 
 def test_update_post_follows_each_turn_and_the_average_each_step(train: Train) -> None:
-    """``update_post`` runs after each turn, as WGAN requires to clip the critic's weights.
+    """``update_post`` runs after each turn, so that WGAN can clip the critic's weights.
 
     The metric of an objective is updated in the turns of this objective only.
     """
@@ -203,7 +203,7 @@ def test_a_frozen_layer_keeps_its_statistics_from_the_next_step_on(train: Train)
 
 
 def test_an_objective_whose_variables_are_all_frozen_waits(train: Train) -> None:
-    """The objective has no updates, even after the run is resumed."""
+    """An objective without trainable variables is not updated, even after the run is resumed."""
 
     def freeze(train_model: Any) -> None:
         train_model.generator.trainable = False

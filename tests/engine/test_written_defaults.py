@@ -201,7 +201,7 @@ def without_metrics(names: Iterable[str]) -> dict[str, str]:
 def test_defaults_give_the_same_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: int
 ) -> None:
-    """All defaults are copied or refactored at once, in a program that has metrics."""
+    """The run is the same if all defaults are copied or refactored, in a program with metrics."""
     expected = run(tmp_path / "left_out", capsys, devices, {})
     text = "\n".join(expected.lines)
     assert "update_pre received NaN in gradients in" in text and "error" in text
@@ -224,7 +224,7 @@ def test_a_default_gives_the_same_run(
     capsys: pytest.CaptureFixture[str],
     undisturbed: dict[str, Outcome],
 ) -> None:
-    """Each default is copied and refactored alone, on two devices."""
+    """The run is the same on two devices if a single default is copied or refactored."""
     left_out = without_metrics([name])
     key = ", ".join(left_out)
     if key not in undisturbed:
@@ -235,7 +235,7 @@ def test_a_default_gives_the_same_run(
 
 
 def test_every_default_is_compared() -> None:
-    """Data hooks, which have their own tests, and defaults that are plain values are excluded."""
+    """All defaults are compared except plain values and data hooks, which have other tests."""
     with_default = {name for name in SPECS if read_default_source(name)} | {"train_metric_pre"}
     elsewhere = {"make_batches", "count_examples", "turns", "at_step", "every_steps"}
     assert set(REFACTORED) == with_default - elsewhere
@@ -243,7 +243,7 @@ def test_every_default_is_compared() -> None:
 
 @pytest.mark.parametrize("name", ["input_pre", "loss_pre", "grad_pre", "update_pre", "metric_pre"])
 def test_defaults_trace_to_the_same_ops(name: str, tmp_path: Path) -> None:
-    """AutoGraph converts only copies of a default, and the conversion must not add ops."""
+    """AutoGraph converts copies of a default but not the default, which must not add ops."""
     file = tmp_path / "callbacks.py"
     ops: list[list[str]] = []
     for source in ("", WRITTEN[name], REFACTORED[name]):

@@ -1,7 +1,7 @@
 """The hooks of a small program, and a plain loop that trains the same program on one device.
 
-The loop does not use the engine, and nothing in it is compiled or distributed. Readers can verify
-that it is correct.
+The loop does not use the engine, and nothing in it is compiled or distributed. It is simple enough
+to be verified by reading.
 """
 
 from collections.abc import Callable, Iterable

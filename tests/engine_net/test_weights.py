@@ -22,7 +22,7 @@ from .reference_loop import (
     train_plainly,
 )
 
-STEPS = 14  # more than two passes over the data
+STEPS = 14  # The number of steps exceeds two passes over the data.
 SETTINGS: dict[str, Any] = {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE}
 
 
