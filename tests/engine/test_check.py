@@ -334,7 +334,7 @@ def test_all_differences_are_listed_in_the_order_of_their_causes(
     for line, text in zip(
         lines,
         (
-            "the loss differs: it is no sum",
+            "the loss differs: it is not a sum",
             "the gradients ",
             "the loss of an eval",
             "the metric worst",

@@ -151,7 +151,7 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
         ({"create_model": deeper}, r"not bound.*dense"),
         ({"create_opt": sgd}, "optimizer"),
     ):
-        with pytest.raises(ctl_core.SetupError, match=f"does not fit .*{message}"):
+        with pytest.raises(ctl_core.SetupError, match=f"no longer fits .*{message}"):
             train(make_hooks(**changed), steps=4)
 
 

@@ -128,7 +128,7 @@ def write_lines(count: int) -> Callable[[Path], Any]:
         (write_lines(2), "batch_size.*is missing"),
         (write_lines(-1), "hparams.optimizer.*is missing"),
         (lambda path: path.write_text(path.read_text() + "seed: 3\n"), "'seed' is given twice"),
-        (lambda path: path.write_text(path.read_text().split("_size")[0]), "no valid YAML"),
+        (lambda path: path.write_text(path.read_text().split("_size")[0]), "not valid YAML"),
     ],
 )
 def test_damaged_config_file_of_a_run_is_refused(
@@ -176,7 +176,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (LAUGHS, "aliases expand to more than 100,000 values"),
         ("a: &a [*a]", "aliases expand to more than 100,000 values"),
         ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
-        ("seed: " + "9" * 5000, "no valid YAML"),
+        ("seed: " + "9" * 5000, "not valid YAML"),
         ("a: 1\nb: {c: 1, c: 2}", "'c' is given twice"),
         ("- 1", "expected lines"),
     ],

@@ -115,7 +115,7 @@ def test_first_step_with_a_loss_that_is_not_finite_is_named(
     assert (
         printed.count("the loss of step 3 is not finite; --detect-anomaly finds the op, layer") == 1
     )
-    assert "the loss was not finite in 3 of 9 steps, from 3 to 7." in printed
+    assert "the loss was not finite in 3 of 9 steps, first in step 3, last in step 7." in printed
 
 
 def test_nan_gradients_are_counted(train: Train, capsys: pytest.CaptureFixture[str]) -> None:

@@ -326,7 +326,7 @@ def test_direction_of_criterion(setting: str, is_highest: bool) -> None:
 def test_evaluation_data_without_rows_are_refused(train: Train, create_eval_dataset: Any) -> None:
     """Evaluation data without rows are reported in the same words as such training data."""
     hooks = make_hooks(create_eval_dataset=create_eval_dataset)
-    with pytest.raises(ctl_core.SetupError, match=r"create_eval_dataset .*have a row for each"):
+    with pytest.raises(ctl_core.SetupError, match=r"create_eval_dataset .*tensors with one row per"):
         train(hooks, steps=1)
 
 

@@ -273,7 +273,7 @@ def test_averaged_weights_begin_with_those_of_init_from(
     state.average.swap()
     kernel = state.train_model.get_layer("hidden").kernel
     np.testing.assert_array_equal(kernel, trained.train_model.get_layer("hidden").kernel)
-    assert "b: at step 0 of 0, nothing left to train" in capfd.readouterr().out
+    assert "b: already at step 0 of 0, so there is nothing left to train" in capfd.readouterr().out
 
 
 class Plain:

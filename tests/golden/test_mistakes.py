@@ -183,7 +183,7 @@ def create_opt(lr):  # here
 == create_opt returns a class -> create_opt | class Adam | optimizer
 def create_opt():  # here
     return keras.optimizers.Adam
-== an optimizer is made outside of the hook -> create_opt | made before
+== an optimizer is made outside of the hook -> create_opt | created before
 made = keras.optimizers.SGD(0.1)
 def create_opt():  # here
     return made
