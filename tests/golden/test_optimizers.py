@@ -1,4 +1,4 @@
-"""Optimizers that update under a condition or know groups, and updates that are skipped."""
+"""Optimizers with conditions or with groups of variables, and updates that are skipped."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ from tests.golden import compare, engine, small
 from tests.golden.lookahead import Lookahead
 from tests.golden.reference import RATE
 
-STEPS, LIMIT = 12, 4.0  # which is the norm of some of the gradients
+STEPS, LIMIT = 12, 4.0  # some of the gradients have a larger norm than this
 
 ACCUMULATES = {"virtual_devices": 3, "accumulate_steps": 2}
 SETTINGS = pytest.mark.parametrize(
@@ -24,7 +24,7 @@ SETTINGS = pytest.mark.parametrize(
 
 
 class WithoutSpikes(keras.optimizers.Adam):
-    """Skips an update whose gradients are too long, with its moments."""
+    """Skips an update, including that of the moments, if the norm of the gradients is too large."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         apply = super().apply
@@ -88,7 +88,7 @@ def test_an_update_that_update_pre_skips(train: engine.Train, settings: dict[str
 
 
 def test_one_of_two_objectives_is_skipped(train: engine.Train) -> None:
-    """The other one is updated, and so ``update_post`` is called."""
+    """The other objective is updated, and therefore ``update_post`` is called."""
 
     def grad_pre(loss: Any, train_model: keras.Model) -> Any:
         first, second = train_model.layers
@@ -147,7 +147,7 @@ def create_heads(has_second: bool = True) -> keras.Model:
 def test_a_multi_optimizer_where_variables_have_no_gradient(
     train: engine.Train, frozen: str | None, devices: int
 ) -> None:
-    """Of a frozen layer, which may be a group, and of a head that no loss uses."""
+    """The variables are those of a frozen layer, perhaps a whole group, and of an unused head."""
 
     def create_model(has_second: bool = True) -> keras.Model:
         model = create_heads(has_second)
