@@ -15,7 +15,7 @@ def find_imports(pattern: str, *folders: str) -> list[str]:
     files = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
     lines = ((path, line) for path in files for line in path.read_text().splitlines())
     matching = [(path, line) for path, line in lines if re.match(rf" *{pattern}", line)]
-    # A line that mentions its own file is in a string.
+    # Excludes lines in strings, which mention the name of their own file.
     return [f"{path}: {line}" for path, line in matching if path.stem not in line]
 
 

@@ -86,7 +86,7 @@ def read_evaluations(run: Path) -> list[dict[str, Any]]:
 
 
 def assert_frechet(run: Path) -> None:
-    """Asserts that ``frechet`` is the distance between held-out digits and predicted images.
+    """Asserts that ``frechet`` is the Fréchet distance of held-out digits and predicted images.
 
     The expected distance is computed in NumPy.
     """

@@ -119,11 +119,8 @@ def clothes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exampl
 
 
 def tutorials_loop(hooks: dict[str, Any]) -> list[Any]:
-    """Trains with the loop of the tutorial, but with the hooks' order of the data.
-
-    Returns the weights.
-    """
-    # TensorFlow's default communicates in a way that conflicts with strategies of other sizes in
+    """Trains with the tutorial's loop, in the hooks' order of the data, and returns the weights."""
+    # TensorFlow's default cannot be used, because it conflicts with strategies of other sizes in
     # this process.
     on_one = tf.distribute.ReductionToOneDevice()
     devices = [f"CPU:{i}" for i in range(DEVICES)]
@@ -166,7 +163,8 @@ def tutorials_loop(hooks: dict[str, Any]) -> list[Any]:
 def test_weights_are_those_of_the_tutorials_loop(train: Train, clothes: Example) -> None:
     """Training with the hooks has the same weights as the tutorial's loop.
 
-    The L2 penalty is larger than in the example, so that one that is counted twice would show.
+    The L2 penalty is larger than in the example, so that a penalty that is counted twice would
+    show.
     """
     hooks = runpy.run_path(str(clothes.folder / "callbacks.py"))
     create_model = hooks["create_model"]

@@ -1,4 +1,4 @@
-"""Regression tests that see the engine from outside, with programs and files as users have them.
+"""Regression tests that use the engine as users do, with realistic programs and files.
 
 They import only the public names of ``ctl_core`` (see ``tests/test_layout.py``), so that the engine
 can be restructured without changing them.

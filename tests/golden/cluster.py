@@ -22,7 +22,8 @@ TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 def train_one(runs: Path, run_name: str, name: str) -> None:
     """Trains a program.
 
-    If the run is named ``whole``, the chief copies the folder as a kill would leave it.
+    If the run is named ``whole``, the chief also copies its folder, as a kill at that step would
+    leave it.
     """
     program, run = load_program(name), f"{run_name}-{name}"
 

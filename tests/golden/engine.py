@@ -84,7 +84,8 @@ def commands_here(
     monkeypatch.setattr(sys, "path", list(sys.path))
     # Bytecode would be stale, because callbacks.py is rewritten within a second.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    # TensorFlow takes many runs in one process for a single function that is retraced, and warns.
+    # Hides warnings about retracing. They are wrong, because TensorFlow takes the functions of
+    # several runs in this process for a single function.
     monkeypatch.setattr(tf.get_logger(), "level", 40)
 
     def run(*words: str, **environ: str) -> Outcome:

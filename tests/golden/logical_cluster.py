@@ -94,8 +94,8 @@ def add_to_digest(state: dict[str, Any], step: int, output: Any, batch: Any) -> 
 def make_observed() -> SimpleNamespace:
     """Returns hooks in which a host hook receives strings and ragged tensors.
 
-    The model writes the state of a generator, and counters. Its gradients fill several buckets. In
-    odd steps, no host hook is due.
+    The model updates a random generator and counters. Its gradients fill several buckets. In odd
+    steps, no host hook is due.
     """
     arrays = small.data()
     texts = np.array([f"text {number}" * (number % 5) for number in range(small.EXAMPLES)])
@@ -130,7 +130,10 @@ def make_observed() -> SimpleNamespace:
 
 
 def make_elements() -> SimpleNamespace:
-    """Returns hooks whose dataset has one element per logical replica, with two sets of points."""
+    """Returns hooks whose dataset has one element per logical replica.
+
+    An element contains two sets of points.
+    """
 
     def create_dataset() -> tf.data.Dataset:
         inputs, target = small.data()

@@ -14,7 +14,7 @@ layers = keras.layers
 
 
 def create_row_counter() -> tf.Variable:
-    """Returns a variable that each replica counts in separately, and whose value is the sum."""
+    """Returns a counter that each replica updates on its own; its value is their sum."""
     return tf.Variable(
         0,
         trainable=False,

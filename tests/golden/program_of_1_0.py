@@ -41,7 +41,7 @@ def create_dataset(hparams: Any, per_replica_batch_size: int) -> tf.data.Dataset
 
 
 def create_model(hparams: Any) -> Callable[[Any], Any]:
-    """Returns a model with Dropout. With ``widths``, its input is the mean of a row five times."""
+    """Returns a model with Dropout. With ``widths``, its input repeats the mean of a row."""
     model = small.model_with(keras.layers.Dropout(0.3, seed=5))
     if not hparams.get("widths"):
         return model

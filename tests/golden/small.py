@@ -33,9 +33,9 @@ def slow_but(*quick: Any, of: Iterable[Any]) -> list[Any]:
 
 
 def data(examples: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:
-    """Returns examples of 5 features and a target.
+    """Returns examples with 5 features and a target.
 
-    All 100 examples cannot be divided into batches of 16.
+    The default number of examples, 100, is not divisible by the batch size 16.
     """
     random = np.random.default_rng(0)
     inputs = random.normal(size=(EXAMPLES, FEATURES)).astype("float32")
@@ -110,7 +110,7 @@ HOOKS = (create_dataset, create_model, create_loss, create_opt, update_pre)
 
 
 def hooks(**replaced: Any) -> SimpleNamespace:
-    """Returns the hooks above, without reports; keyword arguments replace or add hooks."""
+    """Returns the hooks of the small program, without reports; arguments replace or add hooks."""
     base = {hook.__name__: hook for hook in HOOKS}
     return SimpleNamespace(**{**base, "every_steps": {}, **replaced})
 
@@ -129,10 +129,10 @@ def plain(
     """Trains on one device without the engine, and returns the model.
 
     Args:
-        rate_at: returns the learning rate of a step, counted from 1; None for the optimizer's own
+        rate_at: returns the learning rate of a step, counted from 1; None for the optimizer's rate
         model: a Keras model; None for that of ``create_model``
         batches: the global batches; None for those of ``create_dataset``. A dataset is repeated.
-        optimizer: None for plain SGD
+        optimizer: the optimizer; None for plain SGD
     """
     program = hooks(create_model=lambda: model or create_model())
     program.create_opt = lambda lr: optimizer or create_opt(lr)

@@ -1,4 +1,4 @@
-"""Training on any global batch has the weights of one device, on any number of devices."""
+"""With any global batch size, any number of devices trains the weights of a plain loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def test_batches_that_devices_do_not_divide(
     train: engine.Train, devices: int, accumulate: int, batch: int, examples: int, scale: float,
     last_batch: str,
 ) -> None:  # fmt: skip
-    """The weights are those of a plain loop if the global batch size is not divisible.
+    """A batch that devices cannot share evenly gives the weights of a plain loop.
 
     The third case has 131 examples in batches of 43, so that a last batch of 2 examples is split
     into 6 shares. With a scale of 100, the default update clips the gradients.
@@ -164,7 +164,7 @@ def as_graphs(words: tf.RaggedTensor, target: tf.Tensor) -> dict[str, tf.Tensor]
 
 
 def test_graphs_on_two_devices(train: engine.Train) -> None:
-    """Each element of graphs is one replica's share of a batch.
+    """Each element is a set of graphs, which is one replica's share of a batch.
 
     Of the six elements, the last one has too few graphs, and the fifth one has no partner for the
     other replica. Both are dropped.
@@ -301,11 +301,11 @@ WAYS = [
 def test_last_batches_of_few_rows(
     train: engine.Train, case: str, examples: int, accumulate: int
 ) -> None:
-    """A last batch with fewer rows than shares has the weights of a plain loop.
+    """A last batch with fewer rows than shares gives the weights of a plain loop.
 
     After 32 of 33 examples, one is left for four shares. After 32 of 45, 13 are left, and the
-    shares differ by one row. With two micro-batches, each micro-batch is compared with a batch of
-    its own, and one of them may have no rows. ``update_pre`` gets the output of both.
+    shares differ by one row. Each of two micro-batches counts as a batch of its own, and the second
+    one may have no rows. ``update_pre`` gets the output of both.
     """
 
     def split_batch(batch: Any) -> list[Any]:
@@ -315,7 +315,8 @@ def test_last_batches_of_few_rows(
         return [half for half in halves if len(half[0])]
 
     hooks = small.hooks(create_dataset=lambda: split(examples).batch(5), **CASES[case])
-    # An evaluation has no micro-batches, so its shares are the same only without accumulation.
+    # An evaluation has no micro-batches. Its shares are those of training only if there are none in
+    # training either.
     if accumulate == 1:
         hooks.create_eval_dataset = hooks.create_dataset
     more: dict[str, Any] = {"accumulate_steps": accumulate, "last_batch": "keep"}
@@ -364,9 +365,9 @@ def exchange_under_a_condition(loss: Any, train_model: Any, step: Any) -> Any:
 def test_a_loss_that_exchanges_something_is_refused_in_micro_batches(
     train: engine.Train, devices: int, hook: str, hooks: dict[str, Any]
 ) -> None:
-    """Such a loss would be that of each micro-batch, and not that of the batch.
+    """A loss that uses collectives would be that of a micro-batch, and not that of the batch.
 
-    In a model, ``all_reduce`` is allowed because it serves statistics; the tests above use it.
+    A layer of a model may call ``all_reduce`` to compute statistics, as in the tests above.
     """
     with pytest.raises(ctl_core.SetupError, match=rf"^{hook} \(\w+\.py:\d+\): all_.*micro-batch"):
         train_on(train, small.hooks(**hooks), devices, 16, steps=1, accumulate_steps=2)
@@ -388,9 +389,9 @@ def test_synchronized_normalization_within_a_loss_in_micro_batches(train: engine
 
 
 def test_moving_statistics_move_as_far_by_each_example(train: engine.Train) -> None:
-    """Replicas with 6, 5 and 5 rows update the moving statistics in proportion to their rows.
+    """Replicas with 6, 5 and 5 rows move the moving statistics in proportion to their rows.
 
-    Each replica uses the statistics of its own rows. The saved value is their mean.
+    Each replica uses the statistics of its own rows. The saved value is the mean over all rows.
     """
     norm = keras.layers.BatchNormalization
     hooks = small.hooks(

@@ -1,4 +1,4 @@
-"""A run that resumes from any step of two passes is the uninterrupted run, bit for bit."""
+"""A run that resumes from any step of two passes equals the uninterrupted run, bit for bit."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_resumed_after_every_step_of_two_passes(train_small: engine.Train, name:
 
 
 def test_the_order_is_another_in_each_pass(train_small: engine.Train) -> None:
-    """Each pass has a different order. Otherwise, the test above could not detect a wrong pass."""
+    """Passes differ in their order. Otherwise, the test above could not detect a repeated pass."""
     seen: list[np.ndarray] = []
     hooks = small.hooks(
         create_dataset=create_dataset, every_steps={1: lambda batch: seen.append(batch[0].numpy())}

@@ -138,7 +138,7 @@ def test_values_of_a_run(run: Path) -> None:
 
 
 def test_a_checkpoint_is_read_without_the_engine(run: Path) -> None:
-    """A fresh model and optimizer that load a checkpoint are those of the plain loop."""
+    """A fresh model and optimizer can load a checkpoint, and then equal those of a plain loop."""
     assert {path.name for path in (run / "ckpt").glob("ckpt-*.index")} == {
         f"ckpt-{step}.index" for step in (2, 4, 6)
     }

@@ -1,4 +1,4 @@
-"""State that hooks hide and files that a run leaves behind are kept, or refused in one line."""
+"""Hidden state of hooks, and the files of interrupted runs, are restored or refused in one line."""
 
 import shutil
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from tests.golden import compare, engine, small
 SETTINGS: dict[str, Any] = small.settings(9, ckpt_every=3, log_every=1000)
 
 
-# ---- Hidden in hooks ---------------------------------------------------------------------------
+# ---- State that is hidden in hooks -------------------------------------------------------------
 
 
 class LayerDrop(keras.layers.Layer):
-    """Tosses a coin to decide whether Dropout runs, so that replicas draw unequally often."""
+    """Tosses a coin on each replica to decide whether Dropout draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,11 @@ def read_as_layer(folder: str) -> keras.Layer:
 def test_model_that_holds_a_saved_model_resumes(
     train: engine.Train, runs: Path, tmp_path: Path, is_of_keras: bool, read: Any, devices: int
 ) -> None:
-    """A resumed run is the uninterrupted one, although TensorFlow names parts of the SavedModel."""
+    """A run whose model contains a SavedModel resumes bit for bit.
+
+    TensorFlow itself uses the names of the SavedModel's parts, which must not disturb the
+    checkpoint.
+    """
     folder = str(tmp_path / "encoder")
     if is_of_keras:
         small.create_model().export(folder, verbose=False)
@@ -210,13 +214,13 @@ def test_model_that_holds_a_saved_model_resumes(
     compare.assert_close(whole.train_model.head.weights, plain.head.weights)
 
 
-# ---- What is left of a run ---------------------------------------------------------------------
+# ---- Files of interrupted or older runs --------------------------------------------------------
 
 WRITES = ("engine/input-6-*", "ckpt-6.*", "engine/ckpt-6.[!j]*", "engine/ckpt-6.json")
 
 
 def test_checkpoint_counts_only_with_its_record(train: engine.Train, runs: Path) -> None:
-    """A checkpoint is used only if its record exists, the JSON file that is written last."""
+    """A checkpoint is used only if its record exists, a JSON file that is written last."""
     examples = tf.data.Dataset.from_tensor_slices(small.data())
     hooks = small.hooks(
         create_dataset=lambda: examples.shuffle(20, seed=3).batch(7),

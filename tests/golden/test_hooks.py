@@ -177,7 +177,7 @@ def test_hooks_restore_and_keep_checkpoints_by_themselves(train_small: engine.Tr
 
 
 def test_create_dataset_is_called_twice_at_most(train_small: engine.Train) -> None:
-    """This is true even if a pass is counted and a scalar loss is tested before training."""
+    """``create_dataset`` is not called again to count a pass or to test a scalar loss."""
     calls: list[int] = []
 
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
@@ -216,7 +216,7 @@ def test_replicas_that_a_hook_restores_keep_random_numbers_of_their_own(
         at_step={4: lambda manager: manager.restore()},
     )
     train_small(hooks, virtual_devices=2, ckpt_every=2)
-    for output in seen:  # the first 8 rows are of one replica, the others of the other
+    for output in seen:  # the first 8 rows are from one replica, the last 8 from the other
         assert (output[:8] != output[8:]).any(axis=0).all()
 
 
@@ -241,7 +241,7 @@ def test_hooks_see_variables_as_numbers_on_any_devices(train_small: engine.Train
 
 
 def test_a_loss_that_is_a_function_may_stand_in_a_checkpoint(train_small: engine.Train) -> None:
-    """A host hook can then restore a checkpoint and list all of them through the manager."""
+    """If a function is the loss in a checkpoint, hooks can still restore and list checkpoints."""
 
     def create_ckpt(
         ckpt_path: str, step: Any, lr: Any, optimizer: Any, train_model: Any, train_loss: Any

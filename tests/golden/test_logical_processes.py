@@ -1,4 +1,4 @@
-"""Runs with ``logical_replicas`` on several processes save the same bits as one on one device."""
+"""Runs with ``logical_replicas`` on several processes save the bits of a run on one device."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def list_evaluations(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of runs on two processes, whole and as killed after step 3 of 4."""
+    """Returns the folder of runs on two processes, and of their copies after a kill at step 3."""
     folder = tmp_path_factory.mktemp("quick")
     words = (str(folder), "two", "killed", "1", "3", "4", *QUICK)
     engine.run_cluster(folder, "tests.golden.logical_cluster", *words)

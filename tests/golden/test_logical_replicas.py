@@ -92,7 +92,7 @@ def train(hooks: SimpleNamespace, runs: Path, name: str, **settings: Any) -> ctl
 
 
 def assert_equal(state: ctl_core.State, expected: ctl_core.State, more_than: int = 5) -> None:
-    """Asserts that two runs have the same values, and have saved the same bits at the last step.
+    """Asserts that two runs have reported the same values, and saved the same bits at the end.
 
     Args:
         more_than: the number of tensors that the checkpoint has to exceed
@@ -116,7 +116,7 @@ def list_values(state: ctl_core.State) -> list[dict[str, Any]]:
 
 
 def test_a_cnn_ends_with_the_same_bits_on_three_devices_and_resumed_on_one(tmp_path: Path) -> None:
-    """This includes weights, moving statistics, optimizer, random generators and evaluations."""
+    """Weights, moving statistics, optimizer, generators and evaluations have the same bits."""
     hooks = make_hooks("cnn", create_opt=keras.optimizers.SGD)
     del hooks.create_metrics  # makes this test faster; the other tests have metrics
     expected = train(hooks, tmp_path, "one", logical_replicas=LOGICAL_REPLICAS, steps=4)
@@ -206,7 +206,7 @@ def create_eval_model(train_model: Any) -> keras.Model:
 
 
 def summarize(batch: Any) -> tf.Tensor:
-    """Writes a summary, for which the engine uses the first logical replica."""
+    """Writes a summary. The engine keeps only that of the first logical replica."""
     tf.summary.scalar("mean", tf.reduce_mean(batch[0]))
     return batch[0]
 
@@ -298,7 +298,8 @@ def test_programs_have_the_weights_of_their_plain_loops_and_the_same_bits(
 ) -> None:
     """Each program has the same bits on one device and on three, or is refused on both."""
     program = load_program(name)
-    leaves = 4 if name == "two_by_two" else 5  # with 4, each share has two examples
+    # with 4 logical replicas, each share has two examples
+    leaves = 4 if name == "two_by_two" else 5
     settings = {**SETTINGS, **program.settings, "logical_replicas": leaves, "seed": 0}
     if name in REFUSED:
         for devices in (1, 3):
@@ -313,7 +314,10 @@ def test_programs_have_the_weights_of_their_plain_loops_and_the_same_bits(
 
 @pytest.mark.slow
 def test_generators_and_written_variables_do_not_depend_on_devices(tmp_path: Path) -> None:
-    """This includes sums that are exchanged in several buckets, which devices finish one by one."""
+    """Sums that are exchanged in several buckets do not depend on the number of devices either.
+
+    The devices finish the buckets one by one.
+    """
     wide = 1100  # a kernel of 4.8 MB, which is larger than a bucket
     counters: list[Counter] = []
 
@@ -422,7 +426,7 @@ def test_logical_replicas_see_their_index_and_host_hooks_get_all_rows(tmp_path: 
 
     def input_pre(batch: Any) -> Any:
         context = tf.distribute.get_replica_context()
-        # the index is static only while the model is built
+        # the replica index is static only while the model is built
         if tf.get_static_value(context.replica_id_in_sync_group) is None:
             assert context.num_replicas_in_sync == LOGICAL_REPLICAS
         index = tf.cast(context.replica_id_in_sync_group, tf.float32)

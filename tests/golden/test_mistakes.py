@@ -278,7 +278,7 @@ def assert_nothing_trained(folder: Path) -> None:
 
 
 def test_the_project_trains(tmp_path: Path, command: Command) -> None:
-    """Otherwise, the tests below would prove nothing."""
+    """The project trains without a mistake; otherwise, the tests below would prove nothing."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     outcome = command("train", *FLAGS)
     assert (outcome.code, outcome.err) == (0, "")

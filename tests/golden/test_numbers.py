@@ -45,7 +45,10 @@ def test_a_mean_of_keras_within_a_loss_is_one_on_any_devices(
 def test_a_metric_may_be_averaged_as_in_the_tutorial_of_tensorflow(
     train_small: engine.Train,
 ) -> None:
-    """For a loss, this is refused, because the engine divides by the batch size itself."""
+    """A metric may be an average over the global batch, as in TensorFlow's tutorial.
+
+    In a loss, this is refused, because the engine itself divides by the batch size.
+    """
 
     def average(output: Any, batch: Any) -> Any:
         errors = tf.reduce_sum((output - batch[1]) ** 2, axis=1)

@@ -69,7 +69,10 @@ def test_other_ways_to_write_a_program(train: engine.Train, name: str) -> None:
 def assert_resumes(
     train: engine.Train, runs: Path, create_hooks: Callable[[], Any], at: int
 ) -> None:
-    """Asserts that 12 steps have the same end in one run and in two parts, each with new hooks."""
+    """Asserts that 12 steps give the same checkpoint in one run and in two parts.
+
+    The hooks are created again for each part.
+    """
     for run_name, steps in (("whole", 12), ("parts", at), ("parts", 12)):
         train(create_hooks(), **{**SETTINGS, "steps": steps}, run_name=run_name)
     compare.assert_same_checkpoint(runs / "parts", runs / "whole", 12)

@@ -1,4 +1,4 @@
-"""Readers in Python have the weights of a plain loop, even if stopped or on other devices."""
+"""Readers in Python train like a plain loop, even if stopped or on other devices."""
 
 import functools
 from collections.abc import Callable, Iterator

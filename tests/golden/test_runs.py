@@ -169,7 +169,7 @@ every_steps = {1: wait}
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_the_run_goes_on(project: Path, number: int, code: int) -> None:
-    """The run ends with the weights of a run that was not stopped."""
+    """A run that a signal stops is saved, and resumes to the weights of an uninterrupted run."""
     (project / "callbacks.py").write_text(small.CALLBACKS + SLOW)
     words = engine.command_line("train", *FLAGS, "--steps=400", "--ckpt-every=0")
     process = subprocess.Popen(
@@ -238,7 +238,7 @@ def test_full_disk_costs_no_earlier_checkpoint(small_disk: Path, train: engine.T
 
 @pytest.mark.slow
 def test_damaged_checkpoint_falls_back_to_the_one_before(train: engine.Train, capsys: Any) -> None:
-    """The run resumes from the earlier checkpoint with a warning, and ends as without damage."""
+    """A run whose newest checkpoint is damaged resumes from the one before, with a warning."""
     settings = {"batch_size": 16, "learning_rate": 0.05, "ckpt_every": 3}
     state = train(small.hooks(), steps=6, **settings)
     (file,) = (state.run_dir / "ckpt").glob("ckpt-6.data*")
@@ -304,7 +304,7 @@ def test_commands_use_the_best_checkpoint_and_say_so(
 def test_keep_is_the_number_of_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A ``create_ckpt`` that ignores the setting is refused, and the message names its line."""
+    """``keep`` is the number of checkpoints, and a ``create_ckpt`` that ignores it is refused."""
     command = engine.commands_here(tmp_path, monkeypatch, capfd)
     callbacks = tmp_path / "callbacks.py"
     callbacks.write_text(WORSENING)

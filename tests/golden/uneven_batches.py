@@ -1,4 +1,4 @@
-"""Training on batches whose size is not divisible by the number of devices, and a plain loop."""
+"""Functions that train on batches of any size, with the engine and in a plain loop."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -86,7 +86,7 @@ def evaluated_by_hand(size: int) -> dict[str, float]:
 
 
 class Followed(keras.Model):
-    """A network with a second one, the target, which is not trained."""
+    """A network with a frozen copy, on which its output depends, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,9 +119,9 @@ def assert_equal(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 def assert_resumes(
     train: Callable[..., ctl_core.State], program: Callable[[], SimpleNamespace], **settings: Any
 ) -> dict[str, np.ndarray]:
-    """Asserts that 12 steps give the same values as 5 and 7 steps, and returns these values.
+    """Asserts that 12 steps give the same values in one run and in parts of 5 and 7 steps.
 
-    The hooks are created again for each part.
+    Returns these values. The hooks are created again for each part.
     """
     whole = values(train(program(), steps=12, run_name="whole", **settings))
     for steps in (5, 12):

@@ -1,4 +1,4 @@
-"""Training in a project's folder, finding its processes, and comparing its checkpoints."""
+"""Functions that train in a project's folder, find its processes and compare its checkpoints."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def trained_to(run: Path, step: int, seconds: float = 600) -> None:
 
 
 def assert_rounded_alike(run: Path, other: Path, step: int) -> None:
-    """Asserts that two checkpoints are equal up to rounding, as sums were in different orders."""
+    """Asserts that two checkpoints are equal up to rounding, which depends on the order of sums."""
     saved = read_checkpoint(run, step)
     for name, value in read_checkpoint(other, step).items():
         np.testing.assert_allclose(saved[name], value, 1e-5, 2e-6, err_msg=name)

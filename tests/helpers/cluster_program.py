@@ -69,7 +69,7 @@ def random_numbers(folder: Path) -> None:
 
 
 def drift(folder: Path) -> None:
-    """Adds a number to a weight that each process computes from its own share of the batch."""
+    """Adds the mean of its own share of the batch to a weight, which then differs by process."""
 
     def own_opinion(train_model: Any, batch: Any) -> None:
         layer = train_model.get_layer("out")
@@ -93,7 +93,7 @@ def decisions(folder: Path) -> None:
 
 
 def not_finite(folder: Path) -> None:
-    """Trains with a NaN loss for one example each in steps 3 and 4, both in the same process."""
+    """Trains with a NaN loss for one example in step 3 and one in step 4, both in one process."""
     inputs, target = cases.regression_data()
     target = target.copy()
     target[[3 * 24 - 1, 4 * 24 - 1]] = np.nan
@@ -107,7 +107,8 @@ def not_finite(folder: Path) -> None:
 def threads_differ(folder: Path) -> None:
     """Uses more threads in one process, as on a machine with more cores.
 
-    A cluster with this case must not run others, because TensorFlow starts with this number.
+    This must be the only case of its cluster, because TensorFlow sets the number of threads only
+    once.
     """
     settings = {"logical_replicas": 2, "intra_op_threads": 1 + TASK}
     keep_message(folder, "threads", make_hooks(), steps=1, **settings)
@@ -200,7 +201,7 @@ def layers_frozen_unalike(folder: Path) -> None:
 
 
 def variables_differ(folder: Path) -> None:
-    """Assigns a different value in each process, which computes one logical replica."""
+    """Assigns a value that differs between the processes, each of which has one logical replica."""
 
     class Total(keras.Layer):
         def build(self, shape: Any) -> None:

@@ -76,11 +76,11 @@ class Example:
         return ["train", "--run-name", run, *periods, *self._flags, *flags]
 
     def train(self, run: str, *flags: str) -> Outcome:
-        """Trains or resumes a run without a warning, and returns the outcome."""
+        """Trains or resumes a run, asserts that there is no warning, and returns the outcome."""
         return self.command(*self.arguments(run, *flags))
 
     def command(self, *arguments: str) -> Outcome:
-        """Runs a command without an error or a warning, and returns the outcome."""
+        """Runs a command, asserts that there is no error or warning, and returns the outcome."""
         outcome = self._cli(None, command=arguments)
         lines = [line for line in outcome.err.splitlines() if not NATIVE.match(line)]
         assert (outcome.code, lines) == (0, []), outcome
@@ -100,7 +100,7 @@ class Example:
 def assert_lives(
     example: Example, inputs: Any, dataset: str | None = None, atol: float = 1e-5
 ) -> None:
-    """Trains, evaluates, predicts, exports, loads, kills an example, and resumes it bit for bit.
+    """Asserts that an example trains, evaluates, predicts, exports, loads, and resumes when killed.
 
     Args:
         example: an example whose batch size two devices can share

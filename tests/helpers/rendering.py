@@ -68,7 +68,8 @@ def render(environment: dict[str, str]) -> Iterator[Render]:
     """
     start = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, start, set_environment, (environment,)) as renderer:
-        # Starts the process here; otherwise, its output would be that of one test.
+        # Starts the rendering process now; otherwise, its output would be that of the first test
+        # that renders.
         renderer.submit(os.getpid).result()
 
         def function(folder: Path, template: str | Path = ROOT, **answers: Any) -> Path:
@@ -118,9 +119,9 @@ class Project(NamedTuple):
 
 @pytest.fixture(scope="session")
 def projects(tmp_path_factory: pytest.TempPathFactory, render: Render) -> list[Project]:
-    """Returns one project per example, which together have each answer to the other questions.
+    """Returns one project per example.
 
-    Tests do not write into them.
+    Together, the projects have every answer to the other questions. Tests do not write into them.
     """
     rendered = []
     place = tmp_path_factory.mktemp("projects")
@@ -159,7 +160,10 @@ def commit(run: Run, repository: Path, message: str) -> None:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Returns the bytes of every file below a folder by path, except git's and compiled files."""
+    """Returns the bytes of every file below a folder by its path.
+
+    Files of git and compiled files are left out.
+    """
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -54,7 +54,7 @@ def test_skypilot_tells_each_machine_of_the_others(launch: Path) -> None:
 
 
 def test_vertex_ai_takes_its_file(launch: Path) -> None:
-    """Both pools have the same machines, command and shared storage. A typo is refused."""
+    """Both worker pools have the same machines, command and storage. A typo is refused."""
     specification = yaml.safe_load((launch / "vertex.yaml").read_text())
     spec = vertex.CustomJobSpec.from_json(json.dumps(specification))
     chief, workers = spec.worker_pool_specs

@@ -107,7 +107,7 @@ def test_two_workers_train_what_one_process_does(project: Path, job: Job) -> Non
     metrics = (project / "runs" / "two" / "metrics.jsonl").read_text().splitlines()
     (evaluation,) = (line for line in map(json.loads, metrics) if line["split"] == "eval")
     reported = [json.loads(line) for line in (project / "reports").read_text().splitlines()]
-    assert reported == [[evaluation, evaluation]]  # one from each worker
+    assert reported == [[evaluation, evaluation]]  # each of the two workers reports the evaluation
 
 
 def test_a_worker_that_is_killed_changes_no_bit(project: Path, job: Job) -> None:

@@ -102,10 +102,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) 
 
 
 def test_machine_is_lost_again_and_again(bucket: Bucket) -> None:
-    """A run has the weights of an uninterrupted one if the machine is lost while it copies.
-
-    The same is true if the machine is lost while it fetches.
-    """
+    """A run whose machine is lost while it copies or fetches files ends with the same weights."""
     runs = bucket.folder / "runs"
     code, log = bucket.train()
     assert code == 0, log

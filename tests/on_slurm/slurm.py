@@ -19,7 +19,7 @@ from ctl_core.cluster.supervisor import find_free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
 OURS = ("SLURM_", "SBATCH_", "CTL_", "TF_", "VENV", "VIRTUAL_ENV", "PYTHONPATH")
-NODES = ("node9", "node10")  # in alphabetical order, the second one comes first
+NODES = ("node9", "node10")  # in alphabetical order, node10 is before node9
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

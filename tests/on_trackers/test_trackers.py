@@ -81,7 +81,7 @@ def of_comet(folder: Path, id: str) -> tuple[Rows, bytes]:
             sent += b"".join(map(archive.read, archive.namelist()))
             for line in archive.read("messages.json").splitlines():
                 metric = json.loads(line)["payload"].get("metric") or {"metricName": ""}
-                if "/" in metric["metricName"]:  # Comet adds a metric without a slash
+                if "/" in metric["metricName"]:  # Comet adds a metric without a slash in its name
                     rows[metric["metricName"], metric["step"]] += 1
     return rows, sent
 
@@ -130,7 +130,7 @@ def test_a_run_that_is_killed_goes_on_in_the_same_place(
     while not (project / "held").exists():
         assert process.poll() is None
         time.sleep(0.1)
-    time.sleep(2)  # waits for logging in the background
+    time.sleep(2)  # lets the tracker log in the background
     process.kill()
     (project / "hold").unlink()
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)

@@ -15,7 +15,8 @@ from markdown_it import MarkdownIt
 from template_answers import check_slug
 from tests.helpers.rendering import ROOT, Render, Run, commit, files
 
-# cookiecutter renders answers from the command line as templates. This one becomes two braces.
+# cookiecutter renders answers from the command line as templates. This expression becomes two
+# braces.
 TWO_BRACES = "{{ '{' * 2 }}"
 # An answer, its value, and the reason why it is refused.
 REFUSED = [
@@ -35,7 +36,7 @@ REFUSED = [
 
 
 def test_every_accepted_slug_is_text_in_yaml() -> None:
-    """YAML 1.1 gives these words another type, and the files of launch/ do not quote the slug."""
+    """A slug must be a string in YAML 1.1, because the files of launch/ do not quote it."""
     for word in ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "nan", "inf", "e1"):
         try:
             check_slug(word)
@@ -59,7 +60,7 @@ def test_wrong_answers_are_refused(
 
 
 def test_wrong_answers_are_refused_on_the_command_line(run: Run, tmp_path: Path) -> None:
-    """The message is the only output."""
+    """The message about a wrong answer is the only output."""
     command = ["cookiecutter", ROOT, "--no-input", "project_slug=../keras"]
     done = run(*command, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout.count("\n"), done.stderr) == (1, 1, "")
@@ -109,7 +110,7 @@ def test_odd_text_arrives_as_typed(text: str, other: str, render: Render, tmp_pa
 
 
 def test_without_author_and_description(render: Render, tmp_path: Path) -> None:
-    """Both answers may be empty, and the files then omit them."""
+    """The author and the description may be empty, and the files then omit them."""
     project = render(tmp_path, author="", description=" ")
     metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     assert "authors" not in metadata

@@ -81,7 +81,7 @@ def test_every_document_is_a_page_of_the_site() -> None:
 
 
 def test_what_a_projects_readme_names(projects: list[Project]) -> None:
-    """The files, hooks and documents that README.md and AGENTS.md name exist."""
+    """All files, hooks and documents that are named in README.md and AGENTS.md exist."""
     for project in projects:
         readme = project.folder / "README.md"
         assert find_broken(project.folder / "SECURITY.md") == [], project.answers
@@ -152,7 +152,7 @@ def test_every_command_is_run_or_marked() -> None:
     for page in SECTIONS:  # tests/examples trains them on small data
         assert read_commands(page) == [], f"{page}: mark it"
     wanted = {page: shell_commands(page) for page in GUIDES if page != PROJECTS}
-    assert len(wanted.pop(ROOT / "README.md")) == 3  # test_commands_in_a_shell
+    assert len(wanted.pop(ROOT / "README.md")) == 3  # test_commands_in_a_shell runs these commands
     assert not any(wanted.values()), f"run them in a test, or mark them: {wanted}"
     assert shell_commands(PROJECTS) == ["./train.sh --workers 2"]
 
@@ -183,7 +183,7 @@ def test_commands_in_sentences_and_of_marked_blocks_are_understood(
 
 
 def test_targets_of_make_exist() -> None:
-    """Targets are named in marked blocks and in sentences."""
+    """All make targets that are named in a block or in a sentence exist."""
     text = "\n".join(page.read_text("utf-8") for page in (*DOCUMENTS, ROOT / "CONTRIBUTING.md"))
     targets = set(re.findall(r"(?:^|`|; |&& )make ([a-z-]+)", text, re.M))
     rules = " ".join(re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), re.M))

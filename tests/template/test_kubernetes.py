@@ -29,7 +29,7 @@ def test_the_manifest_is_valid(documents: dict[str, Any]) -> None:
 
 
 def test_pods_find_each_other(documents: dict[str, Any]) -> None:
-    """They use the host names that Kubernetes gives to pods of an Indexed Job behind a Service."""
+    """Pods use the host names that Kubernetes gives to an Indexed Job behind a Service."""
     name, job = documents["Job"]["metadata"]["name"], documents["Job"]["spec"]
     pod, service = job["template"]["spec"], documents["Service"]
     assert pod["subdomain"] == service["metadata"]["name"]

@@ -99,7 +99,7 @@ def find_tensorflow(requirements: list[Requirement], machine: str, platform: str
 
 
 def test_pyproject_of_each_project(projects: list[Project]) -> None:
-    """It names the TensorFlow for each machine, the license, and the requirements of own files."""
+    """pyproject.toml names the license, each machine's TensorFlow, and packages of own files."""
     for answers, _, _, settings in projects:
         metadata = settings["project"]
         assert metadata.get("license", "none") == answers["license"]
@@ -114,7 +114,7 @@ def test_pyproject_of_each_project(projects: list[Project]) -> None:
         names = {requirement.name.removesuffix("-skinny") for requirement in needed}
         expected = {TRACKERS[answers["tracker"]]} if answers["tracker"] != "none" else set()
         assert names & {*TRACKERS.values()} == expected
-        # The former are for uv, the latter for pip.
+        # uv reads dependency groups, and pip reads optional dependencies.
         assert settings["dependency-groups"] == metadata["optional-dependencies"]
         assert ("ray" in settings["dependency-groups"]) == (answers["launch"] in ("ray", "all"))
         tool = settings["tool"]
@@ -178,7 +178,7 @@ def test_yaml_files_of_each_project(projects: list[Project]) -> None:
 
 
 def test_projects_pass_ruff_and_shellcheck(projects: list[Project], run: Run) -> None:
-    """With a project's own settings, these linters find nothing."""
+    """With the settings of the project, ruff and shellcheck find nothing in any project."""
     folders, place = [project.folder for project in projects], projects[0].folder
     for command in (["check"], ["format", "--check"]):
         run("ruff", *command, "--no-cache", *folders, cwd=place.parent)
@@ -188,13 +188,14 @@ def test_projects_pass_ruff_and_shellcheck(projects: list[Project], run: Run) ->
 
 @pytest.mark.slow
 def test_projects_pass_mypy(projects: list[Project], run: Run, tmp_path: Path) -> None:
-    """mypy finds nothing, and checks only projects with Python files that are not checked yet."""
+    """mypy finds nothing in any project. Projects without new Python files are skipped."""
     read: set[bytes] = set()
     place = tmp_path / "project"
     for project in projects:
         new = {text for name, text in project.files.items() if name.endswith(".py")} - read
         if new:
-            # All are checked in one place with one cache, most of which is for installed packages.
+            # All projects are checked in the same folder, because they then share a cache for
+            # installed packages.
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(project.folder, place)
             run("mypy", "--cache-dir", tmp_path / "cache", cwd=place)
@@ -274,7 +275,7 @@ def test_linters_leave_the_engine_alone(digits: Path, run: Run, tmp_path: Path) 
 
 
 def test_git_leaves_out_what_commands_write(digits: Path, tmp_path: Path, run: Run) -> None:
-    """Git does not ignore files of the user, even if a folder further down has such a name."""
+    """Git ignores the files that commands write, but no files of the user with similar names."""
     project = tmp_path / "project"
     shutil.copytree(digits, project, ignore=shutil.ignore_patterns(".git", "ctl_core"))
     run("git", "init", "--quiet", cwd=project)
@@ -358,9 +359,9 @@ def test_generating_over_a_project_keeps_its_data(render: Render, run: Run, tmp_
 def test_tests_of_a_project(
     render: Render, run: Run, tmp_path: Path, example: str, code: int
 ) -> None:
-    """A new project passes its tests, except that a blank one lacks hooks.
+    """A new project passes its tests.
 
-    It then fails with one line that names the first missing hook.
+    A blank project fails one, and the message has one line, which names the first missing hook.
     """
     project = render(tmp_path, example=example)
     command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"]

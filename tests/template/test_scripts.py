@@ -65,7 +65,7 @@ PUBLISHING = re.compile(r"actions/(upload-pages-artifact|deploy-pages)@")
 
 
 def test_workflows_pin_actions_and_have_few_rights(digits: Path) -> None:
-    """A project pins the same actions as this repository, which fails if only one is updated."""
+    """A project pins the same actions as this repository, so neither can be updated alone."""
     pinned: dict[Path, set[str]] = {}
     for root in (ROOT, digits):
         assert yaml.safe_load((root / ".github/dependabot.yml").read_text())["version"] == 2
@@ -85,7 +85,7 @@ def test_workflows_pin_actions_and_have_few_rights(digits: Path) -> None:
 
 
 def test_weekly_tests_are_on_here_and_off_in_a_project(digits: Path) -> None:
-    """The job ``report`` opens an issue after the other jobs."""
+    """The job ``report`` runs after all other jobs and opens an issue."""
     here, there = (
         yaml.safe_load((root / ".github" / "workflows" / "scheduled.yml").read_text())
         for root in (ROOT, digits)
@@ -113,7 +113,8 @@ def test_everything_says_the_same_range(pythons: dict[str, Any], digits: Path) -
     for pyproject in (ROOT / "pyproject.toml", digits / "pyproject.toml"):
         project = tomllib.loads(pyproject.read_text())
         assert project["project"]["requires-python"] == NEEDED
-        assert "target-version" not in project["tool"]["ruff"]  # ruff then uses requires-python
+        # without target-version, ruff uses requires-python
+        assert "target-version" not in project["tool"]["ruff"]
     workflow = yaml.safe_load((digits / ".github" / "workflows" / "ci.yml").read_text())
     steps = workflow["jobs"]["test"]["steps"]
     (setup,) = [step["with"] for step in steps if "setup-python" in step.get("uses", "")]

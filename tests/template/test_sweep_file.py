@@ -123,7 +123,7 @@ def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
         assert share["CUDA_VISIBLE_DEVICES"] in ("5", "7")
         assert share["TF_NUM_INTRAOP_THREADS"] == str(-(-(os.cpu_count() or 1) // 2))
         words = [f"--{name}={value}" for name, value in flags.items()]
-        # as the engine reads the flags
+        # parses the flags as the engine does
         config = parse_command(["train", "--steps=1", *words]).config
         assert config.learning_rate == trial.params["learning_rate"]
         assert config.batch_size == trial.params["batch_size"]
@@ -138,7 +138,7 @@ def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
 
 
 def test_a_trial_worse_than_most_is_told_to_end(folder: Path) -> None:
-    """The pruned trial counts as one of the six, and has no final value."""
+    """A pruned trial counts as one of the requested trials, and has no final value."""
     text = (folder / "sweep.py").read_text()
     drawn = '"learning_rate", 1e-4, 1e-1, log=True'
     assert drawn in text
@@ -152,7 +152,7 @@ def test_a_trial_worse_than_most_is_told_to_end(folder: Path) -> None:
 
 
 def test_failures_are_said_with_a_log(folder: Path) -> None:
-    """They do not count, so that the same command trains other trials after a correction."""
+    """Failed trials do not count, so that the same command trains others after a correction."""
     out = sweep(folder, "--trials", "2", code=1, FAILS="1")
     assert [trial.state.name for trial in trials(folder)] == ["FAIL", "FAIL"]
     assert "sweep-001: fail, loss None" in out and "sweep-*.log say why" in out

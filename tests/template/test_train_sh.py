@@ -76,7 +76,7 @@ class Place:
         self.environment = kept | {"PATH": str(self.tools)}
 
     def set(self, name: str, value: str) -> None:
-        """Controls how the replacements behave."""
+        """Sets a value that controls how the replacements behave."""
         (self.folder / name).write_text(value)
 
     def make_environment(self, name: str) -> Path:
@@ -170,7 +170,7 @@ def installing(place: Place) -> str:
 
 
 def test_train_sh_installs_when_it_has_to(place: Place) -> None:
-    """It installs on first use, if pyproject.toml has changed, and if the project has moved."""
+    """train.sh installs packages on first use, or if pyproject.toml or the folder has changed."""
     assert place.train("--steps", "1") == (0, [installing(place)])
     assert place.calls() == [MAKING, INSTALLATION, training("--steps", "1")]
     assert place.train() == (0, [])
@@ -196,14 +196,17 @@ def test_uv_is_used_when_there(place: Place) -> None:
         assert place.calls() == [*expected, training()]
         if not expected:
             (place.project / "uv.lock").write_text("rich 15")
-    # as after an update of the system's Python
+    # an update of the system's Python may remove it
     (place.project / ".venv" / "bin" / "python").unlink()
     assert place.train()[0] == 0
     assert place.calls() == [making, installation, training()]
 
 
 def test_failed_installation(place: Place) -> None:
-    """pip's error and one line are printed, the exit code is 2, and the next run installs again."""
+    """If the installation fails, train.sh prints pip's error and one line, and exits with 2.
+
+    The next run installs again.
+    """
     place.set("install_fails", "1")
     failed = "train.sh: the installation failed (see above); the next run repeats it"
     assert place.train() == (2, [installing(place), "pip: no network", failed])

@@ -139,7 +139,11 @@ def two_by_two() -> Program:
 
 
 class UncertaintyLoss(tf.Module):
-    """A loss per example: the sum of exp(-s) L + s over the tasks, where s is trained."""
+    """A loss that learns a weight for each of several tasks.
+
+    For each example, it is the sum over the tasks of exp(-s) L + s, where L is the loss of a task,
+    and s is a trained variable.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,10 @@ def over_replicas(values: list[Any]) -> list[Any]:
 
 
 class Codebook(keras.layers.Layer):
-    """Replaces each vector by the nearest code, which is a moving average of such vectors."""
+    """Replaces each vector by the nearest code.
+
+    A code is a moving average of the vectors that it has replaced.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(name="codebook")

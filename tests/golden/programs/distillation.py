@@ -1,9 +1,9 @@
 """Distillation of a large network into a small one, after Keras' example.
 
-The teacher is not trained. Users keep it in a global variable, where no strategy sees its creation,
-or next to the student in one model. There are hooks for both. Only tests of resumed runs use the
-student's Dropout, because its random numbers differ on each device and could not be compared with a
-plain loop.
+The teacher is not trained. Users keep it in a global variable, which is created outside of any
+strategy, or next to the student in one model. There are hooks for both. Only tests of resumed runs
+use the student's Dropout, because its random numbers differ on each device and could not be
+compared with a plain loop.
 """
 
 import functools

@@ -42,7 +42,7 @@ def create_layers() -> dict[str, keras.layers.Layer]:
 
 
 def rate(model: Any, inputs: dict[str, Any]) -> Any:
-    """Predicts ratings. This is the method with which each of the models below is called."""
+    """Predicts ratings. The models below use this function as their method."""
     user = model.parts["user_id"](inputs["user"])
     item = model.parts["item_id"](inputs["item"])
     product = model.parts["user"](user) * model.parts["item"](item)

@@ -79,7 +79,7 @@ def real_words(target: Any) -> Any:
 
 
 def crossentropy(loss_input: Any) -> Any:
-    """Returns the sum over the words of each sentence."""
+    """Returns the cross-entropy of each sentence, summed over its words."""
     output, target = loss_input
     each = keras.losses.sparse_categorical_crossentropy(target, output, from_logits=True)
     return tf.reduce_sum(each * real_words(target), axis=1)

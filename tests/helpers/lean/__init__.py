@@ -1,8 +1,8 @@
-"""Lets processes import TensorFlow without some packages that TensorFlow and Keras import.
+"""Speeds up the import of TensorFlow and Keras by hiding optional packages from them.
 
-If jax and scikit-learn are installed, importing them takes a third of the five seconds that
-TensorFlow's import takes. ``sitecustomize.py`` hides them from every process with this folder in
-its PYTHONPATH. The test processes import it in ``conftest.py``.
+If jax and scikit-learn are installed, they take a third of the five seconds of the import.
+``sitecustomize.py`` hides them from every process that has this folder in its PYTHONPATH. The test
+processes import it in ``conftest.py``.
 """
 
 import os
