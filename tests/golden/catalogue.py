@@ -1,8 +1,8 @@
 """The programs of the golden tests, each with a plain training loop on one device.
 
 Most programs are compared with ``reference.py``, which calls their hooks on whole batches. The
-others have a loop written without hooks. All weights are compared after training with plain SGD,
-because an adaptive optimizer would hide a wrong scale.
+others have their own loop. All weights are compared. Most programs use plain SGD, because an
+adaptive optimizer would hide a wrong scale.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Program:
 
     Attributes:
         hooks: returns a new set of the program's hooks
-        plain: trains in a loop without hooks, on one device, for ``STEPS`` steps of ``BATCH``
+        plain: trains in the program's own loop, on one device, for ``STEPS`` steps of ``BATCH``
             examples; None for the loop in ``reference.py``
         weights: returns the variables of a trained state that are compared
         settings: settings in addition to the steps, the batch size and the learning rate

@@ -199,7 +199,7 @@ def train_program(
 def leave_for(runs: Path, start: str, next_start: str, name: str) -> Callable[[bool], None]:
     """Returns a hook in which the chief copies the run's folder for the next start.
 
-    The copy is what a kill would leave.
+    The copy has the state that a kill would leave.
     """
 
     def kill(chief: bool) -> None:

@@ -1,6 +1,8 @@
-"""Common mistakes end in one line of at most 30 words, before anything is trained.
+"""Common mistakes end in one line of at most 30 words that names the place of the mistake.
 
-The line names the hook, the source line or the setting, and the process exits with a known code.
+The place is a hook, a source line or a setting. Mistakes in hooks, settings, files and commands are
+found before anything is trained, and the exit code is 2. An exception while training gives the exit
+code 1.
 
 The cases of hooks are code that a user adds to the callbacks.py of a working project. After the
 name and the arrow of a case come words that the message must contain. The message must also name

@@ -102,7 +102,7 @@ def test_on_nan_stops_or_warns_of_a_loss_that_is_not_finite(
     assert "step 5" in capsys.readouterr().out
 
 
-# ---- An evaluation counts each example once, has no side effects, and decides what is kept -------
+# ---- An evaluation counts each example once, has no side effects, and selects checkpoints --------
 
 
 @pytest.mark.parametrize("size", [1, 37])

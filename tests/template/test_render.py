@@ -152,7 +152,7 @@ def test_own_files_are_those_of_the_answers(projects: list[Project]) -> None:
 
 
 def test_yaml_files_of_each_project(projects: list[Project]) -> None:
-    """config.yaml has the example's settings, and CI and pre-commit use installed tools."""
+    """config.yaml has the example's settings; CI and pre-commit use tools that are installed."""
     common = ["batch_size", "steps", "learning_rate", "seed", "ckpt_every", "eval_every", "hparams"]
     for project in projects:
         config = yaml.safe_load(project.text("config.yaml"))
@@ -204,7 +204,7 @@ def test_projects_pass_mypy(projects: list[Project], run: Run, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_ci_checks_the_engine_of_a_project(digits: Path, run: Run, tmp_path: Path) -> None:
-    """The commands of the project's workflow pass, and they fail after a mistake in the engine."""
+    """The commands of the project's workflow pass, and fail if the engine contains a mistake."""
     project = tmp_path / "project"
     shutil.copytree(digits, project)
     workflow = yaml.safe_load((project / ".github" / "workflows" / "ci.yml").read_text())

@@ -4,8 +4,8 @@ The KL term is either part of each example's loss, or the mean over a batch that
 ``add_loss``. Both give the same training. Weights are regularized, too.
 
 Noise is drawn from a seed per example, so that it does not depend on the number of devices. With
-``own_noise``, it is drawn from the layer's generator, as in the example. It then equals that of the
-plain loop only on one device, because each device draws its own noise.
+``own_noise``, the layer's generator draws the noise, as in the example. Each device then draws
+different noise, so that only a run on one device can be compared with the plain loop.
 """
 
 from types import SimpleNamespace
