@@ -79,7 +79,7 @@ def test_pictures_and_their_changes(example: Example) -> None:
     assert len(kernels) + len(others) == len(model.trainable_variables)
     pooling = next(layer for layer in model.layers if type(layer).__name__ == "MixedPooling")
     square = np.array([[1, 2], [3, 6]], "float32").reshape(1, 2, 2, 1)
-    pooling.mixture.assign(np.log(3.0))  # three quarters of the maximum
+    pooling.mixture.assign(np.log(3.0))  # a mixture of 3/4 maximum and 1/4 mean
     np.testing.assert_allclose(pooling(square), [[[[0.75 * 6 + 0.25 * 3]]]], rtol=1e-6)
     assert isinstance(decayed, keras.optimizers.SGD)
 

@@ -27,7 +27,7 @@ LAST_SAVED = 8
 SETTINGS: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
 MODULES = [name for _, name, _ in pkgutil.iter_modules(programs.__path__) if name != "basics"]
 NAMES = [*programs.BASICS, *MODULES]
-NO_WEIGHT = "(?!)"  # matches nothing
+NO_WEIGHT = "(?!)"  # this pattern matches no weight
 Trained = tuple[list[Any], Mapping[str, float]]  # the variables, and the values of an evaluation
 
 

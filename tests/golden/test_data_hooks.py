@@ -19,7 +19,7 @@ from tests.golden.uneven_batches import (
     train_plainly,
 )
 
-STEPS = 5  # ends in the second pass
+STEPS = 5  # training ends in the second pass
 
 
 # ---- The defaults, written in other ways -------------------------------------------------------

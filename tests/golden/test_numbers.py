@@ -69,7 +69,7 @@ def test_a_metric_may_be_averaged_as_in_the_tutorial_of_tensorflow(
 def test_the_default_update_drops_nan_and_clips_the_sum(
     train_small: engine.Train, devices: int
 ) -> None:
-    """The gradient of one variable is NaN, and the norm of the others is far above 10."""
+    """The update sets a NaN gradient to zero, and clips the others, whose norm is far above 10."""
 
     def grad_pre(loss: Any, train_model: Any) -> Any:
         poison = tf.reduce_sum(train_model.weights[-1]) * math.nan

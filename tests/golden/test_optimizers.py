@@ -12,7 +12,7 @@ from tests.golden import compare, engine, small
 from tests.golden.lookahead import Lookahead
 from tests.golden.reference import RATE
 
-STEPS, LIMIT = 12, 4.0  # some of the gradients have a larger norm than this
+STEPS, LIMIT = 12, 4.0  # some gradients have a norm above LIMIT
 
 ACCUMULATES = {"virtual_devices": 3, "accumulate_steps": 2}
 SETTINGS = pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_every_command_is_run_or_marked() -> None:
     for page in (*GUIDES, *SECTIONS):
         marks = page.read_text("utf-8").count("<!-- not run")
         assert marks == len(read_commands(page, marked=True)), page
-    for page in SECTIONS:  # tests/examples trains them on small data
+    for page in SECTIONS:  # tests/examples trains these on small data
         assert read_commands(page) == [], f"{page}: mark it"
     wanted = {page: shell_commands(page) for page in GUIDES if page != PROJECTS}
     assert len(wanted.pop(ROOT / "README.md")) == 3  # test_commands_in_a_shell runs these commands

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.rendering import ROOT, Render, Run
 
 TEXT = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
-# The environment and the project exist already.
+# These commands are skipped, because the environment and the project exist already.
 SKIPPED = ("cookiecutter ", "cd ", ". .venv/")
 
 

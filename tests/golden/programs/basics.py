@@ -14,7 +14,7 @@ from tests.golden.reference import RATE
 
 def clip_at(limit: float, gradients: Any) -> Any:
     clipped, norm = tf.clip_by_global_norm(gradients, limit)
-    if tf.executing_eagerly():  # only in the plain loop, which runs eagerly
+    if tf.executing_eagerly():  # true in the plain loop only
         assert norm > limit, "the clip has to clip"
     return clipped, gradients
 

@@ -54,7 +54,7 @@ def create_model() -> keras.Model:
     x = keras.layers.Embedding(WORDS, SIZE, "normal")(words)
     x = keras.layers.GlobalAveragePooling1D()(x + Switch()(x))
     model = keras.Model(words, keras.layers.Dense(2)(x))
-    model(TEXTS[:1])  # as users do to test a new model
+    model(TEXTS[:1])  # users call a new model like this to test it
     return model
 
 

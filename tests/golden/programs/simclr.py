@@ -22,7 +22,7 @@ IMAGES = RANDOM.normal(size=(40, FEATURES))
 VIEWS = tuple(
     (IMAGES + RANDOM.normal(scale=0.3, size=IMAGES.shape)).astype("float32") for _ in range(2)
 )
-EVALUATED = 19  # not divisible by the batch size, so that the last batch is smaller
+EVALUATED = 19  # this number is not divisible by the batch size, so that the last batch is smaller
 create_dataset = small.slices(VIEWS)
 create_eval_dataset = small.slices(tuple(view[:EVALUATED] for view in VIEWS))
 
