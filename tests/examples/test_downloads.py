@@ -120,7 +120,7 @@ def clothes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exampl
 
 def tutorials_loop(hooks: dict[str, Any]) -> list[Any]:
     """Trains with the tutorial's loop, in the hooks' order of the data, and returns the weights."""
-    # TensorFlow's default cannot be used, because it conflicts with strategies of other sizes in
+    # TensorFlow's default reduction over devices would conflict with strategies of other sizes in
     # this process.
     on_one = tf.distribute.ReductionToOneDevice()
     devices = [f"CPU:{i}" for i in range(DEVICES)]

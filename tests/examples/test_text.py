@@ -96,7 +96,7 @@ def test_writing_goes_on_byte_by_byte(hooks: Any) -> None:
     """Writing several bytes at once gives the same bytes as writing them one at a time."""
     keras.utils.set_random_seed(1)
     model = hooks.create_model({"width": 8, "layers": 1, "heads": 2})
-    hparams = {"temperature": 1e-6, "written": 6}  # so cold that the most likely byte is always drawn
+    hparams = {"temperature": 1e-6, "written": 6}  # the most likely byte is always drawn
     for start in ("ab", "y" * 125):  # the first bytes of the long string leave the window of 128
         whole = hooks.write(model, hooks.serve([start]), hparams)[0].numpy()
         text = b"\n" + start.encode()

@@ -139,7 +139,7 @@ def test_records_of_a_table(make: Callable[..., Path], tmp_path: Path) -> None:
     features = {
         "label": tf.io.FixedLenFeature([], tf.int64),
         "width": tf.io.FixedLenFeature([], tf.float32),
-        "price": tf.io.FixedLenFeature([], tf.string),  # a column of strings, because one price is missing
+        "price": tf.io.FixedLenFeature([], tf.string),  # strings, as one price is missing
         "name": tf.io.FixedLenFeature([], tf.string),
     }
     folder = make("table.csv")
