@@ -1,4 +1,4 @@
-"""docs/errors.md: each mistake that it shows ends with the message that it shows."""
+"""Each mistake on the page docs/errors.md ends with the message that the page shows."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs" / "errors.md").read_text("utf-8")
 
 
 def hide_lines(message: str) -> str:
-    """Returns a message without the numbers of lines, which depend on the rest of the file."""
+    """Returns a message without line numbers, which depend on the rest of the file."""
     return re.sub(r"callbacks\.py:\d+", "callbacks.py", message).strip()
 
 
