@@ -221,7 +221,7 @@ def test_a_compiled_run_that_cannot_be_compiled_here_is_refused(
     """A compiled run that can no longer be compiled is refused unless ``jit_compile`` is false."""
     train(make_hooks(), steps=2, jit_compile=True)
     message = (
-        r"^jit_compile: .*run is compiled by XLA, .* here: {}\. Begin another .*: --fork .*run;"
+        r"^jit_compile: .*run is compiled by XLA, .* here: {}\. Start another .*: --fork .*run;"
     )
     for settings, hooks, reason in (
         ({"detect_anomaly": True}, {}, "detect_anomaly is set"),

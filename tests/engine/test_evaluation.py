@@ -112,7 +112,10 @@ def in_branch(batch: Any) -> Any:
 def test_an_exchange_where_replicas_cannot_meet_is_refused(train: Train) -> None:
     """On several replicas, an exchange in a branch or in a nested function is an error."""
     for hook, compiled in ((in_function, False), (in_branch, False), (in_branch, True)):
-        hooks, message = make_hooks(input_pre=hook), "no exchange" if compiled else "merge_call"
+        hooks, message = (
+            make_hooks(input_pre=hook),
+            "exchanges between replicas" if compiled else "merge_call",
+        )
         with pytest.raises(ctl_core.SetupError, match=rf"^input_pre \(\w+.py:\d+\): .*{message}"):
             train(hooks, steps=1, virtual_devices=2, jit_compile=compiled)
     assert train(hooks, steps=2, jit_compile=True).step == 2
@@ -326,7 +329,9 @@ def test_direction_of_criterion(setting: str, is_highest: bool) -> None:
 def test_evaluation_data_without_rows_are_refused(train: Train, create_eval_dataset: Any) -> None:
     """Evaluation data without rows are reported in the same words as such training data."""
     hooks = make_hooks(create_eval_dataset=create_eval_dataset)
-    with pytest.raises(ctl_core.SetupError, match=r"create_eval_dataset .*tensors with one row per"):
+    with pytest.raises(
+        ctl_core.SetupError, match=r"create_eval_dataset .*tensors with one row per"
+    ):
         train(hooks, steps=1)
 
 

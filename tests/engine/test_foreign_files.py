@@ -37,7 +37,7 @@ def test_fork_does_not_run_the_code_that_the_other_run_names(
     command = parse_command(["train", "--fork", str(foreign), "--run-name", "mine"])
     config = command.config
     assert (config.callbacks, config.listener, config.batch_size) == ("callbacks.py", None, 7)
-    assert [note.split(", which")[0] for note in command.notes] == [
+    assert [note.split(", but")[0] for note in command.notes] == [
         "fork: that run used --callbacks theirs.py",
         "fork: that run used --listener theirs.Listener",
     ]

@@ -234,7 +234,9 @@ def test_chief_is_an_argument_of_host_hooks_also_of_deferred_ones(train: Train) 
     looks_on = ctl_core.deferred(lambda step, chief: seen.append((step, chief)))
     train(make_hooks(every_steps={1: looks_on}), steps=2)
     assert seen == [(1, True), (2, True)]
-    with pytest.raises(ctl_core.SetupError, match="the available ones are dev, step, chief, config, hparams"):
+    with pytest.raises(
+        ctl_core.SetupError, match="the available ones are dev, step, chief, config, hparams"
+    ):
         train(make_hooks(every_steps={1: ctl_core.deferred(lambda state: None)}))
 
 

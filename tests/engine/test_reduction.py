@@ -288,7 +288,7 @@ def test_losses_that_are_no_means_train(
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warnings) == (name == "a root"), warnings
     assert all(
-        "create_loss (test_reduction.py" in line and "as a whole" in line for line in warnings
+        "create_loss (test_reduction.py" in line and "the whole batch" in line for line in warnings
     )
 
 

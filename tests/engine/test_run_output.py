@@ -182,7 +182,7 @@ def test_training_log_has_an_entry_at_the_start_and_a_line_at_each_end(cli: Cli)
     text = LOG.read_text()
     expected = (
         "# Training log\n\n## runs/a\n\n- Expected: wider helps\n"
-        rf"- Settings: steps 10, batch_size 8, eval_every 4\n- {TIME}: begins, no commit\n"
+        rf"- Settings: steps 10, batch_size 8, eval_every 4\n- {TIME}: started, no commit\n"
         rf"- {TIME}: runs/a stopped at step 6; evaluation of step 4: loss \S+\n"
     )
     assert re.fullmatch(expected, text), text

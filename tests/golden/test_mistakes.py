@@ -89,7 +89,7 @@ class Net(keras.Model):
     def call(self, x):
         return tf.matmul(x, self.weight)
 create_model = Net
-== variables are overwritten with their gradients -> grad_pre | inputs_scale | overwritten
+== variables are overwritten with their gradients -> grad_pre | inputs_scale | overwrites
 def create_model():
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(8), keras.layers.Dense(1)])
     model.layers[0].quantize("float8")
@@ -236,7 +236,7 @@ def create_metrics():  # here
 == create_ckpt returns no manager -> create_ckpt | 2 | manager
 def create_ckpt(step):  # here
     return tf.train.Checkpoint(step=step)
-== a single checkpoint, which a kill at the next would cost -> create_ckpt | 2 or more
+== a single checkpoint, which a kill at the next would cost -> create_ckpt | at least 2
 def create_ckpt(ckpt_path, train_model):  # here
     ckpt = tf.train.Checkpoint(train_model=train_model)
     return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=1)
@@ -312,7 +312,7 @@ SETTINGS: dict[str, Setting] = {
         (), "", {"CTL_SEED": "many"}, ("CTL_SEED", "whole number", "'many'"),
     ),
     "a fraction": (("--steps=3.5",), "", {}, ("steps", "whole number", "3.5")),
-    "out of range": (("--batch-size=0",), "", {}, ("batch_size", "from 1 up", "0")),
+    "out of range": (("--batch-size=0",), "", {}, ("batch_size", "at least 1", "0")),
     "a rate of zero": (("--learning-rate=0",), "", {}, ("learning_rate", "above 0", "0")),
     "none of the words": (
         ("--precision=half",), "", {}, ("precision", "float32", "bfloat16", "'half'"),
@@ -378,7 +378,7 @@ def test_a_model_that_is_made_outside_of_the_hooks(tmp_path: Path, command: Comm
     lines = "model = small.create_model()\ncreate_model = lambda: model\n"
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + lines)
     outcome = command("train", *FLAGS, "--virtual-devices=2")
-    assert_one_line(outcome, 2, "hidden/kernel", "made outside of the hooks")
+    assert_one_line(outcome, 2, "hidden/kernel", "created outside the hooks")
     assert_nothing_trained(tmp_path)
     assert command("train", *FLAGS).code == 0
 
