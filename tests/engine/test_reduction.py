@@ -360,7 +360,7 @@ NO_WEIGHTS: dict[str, SimpleNamespace] = {
     r"^batch_weight \(test_reduction.py:\d+\): returned float32\[8\], expected the weight of": (
         make_hooks(batch_weight=lambda batch: tf.ones_like(batch[1][:, 0]))
     ),
-    "^input_pre .*expected .inputs, targets. or .inputs, targets, weights., with weights of shape .b. or": (
+    "^input_pre .*or .inputs, targets, weights., with weights of shape .b. or": (
         weighted_hooks(np.arange(48))  # These are indices of examples instead of weights.
     ),
     "^input_pre .*for other batches write input_pre, loss_pre, metric_pre": (
