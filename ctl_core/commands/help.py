@@ -77,7 +77,7 @@ def describe_command(text: str, prefix: str) -> str:
     return textwrap.fill(
         f"{capitalize(text)}. Settings are read from config.yaml, the saved settings of an "
         f"existing run, the environment ({prefix}BATCH_SIZE=32) and these flags; later ones "
-        "override earlier ones. --hparams.NAME VALUE sets a hyperparameter of your own.",
+        "override earlier ones. --hparams.NAME VALUE sets a hyperparameter.",
         _WIDTH,
     )
 
