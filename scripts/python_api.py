@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,8 @@ ENGINE = Path(ctl_core.__file__).parent
 INTRODUCTION = """\
 # Python API
 
+You can train, evaluate and load models from Python, for example in a script or a notebook:
+
 ```python
 import callbacks
 import ctl_core as ctl
@@ -28,9 +31,10 @@ config = ctl.load_config("config.yaml", steps=20, run_name="api")
 state = ctl.train(callbacks, config)
 ```
 
-Everything that a hook or a script may use is in `ctl_core`, which this documentation imports as
-`ctl`. Other modules of the engine may change with any version. This page is written from the
-docstrings, which `help(ctl.train)` shows, too.
+All public names are in `ctl_core`, which this documentation imports as `ctl`, and in `ctl.data`.
+Hooks and scripts may use them. Everything else in the engine may change with any version.
+
+The entries below are generated from docstrings, so `help(ctl.train)` prints the same text.
 """
 
 
@@ -48,9 +52,14 @@ GROUPS = (
         "[Python scripts and notebooks](notebooks.md) and [serving](serving.md) have examples.",
         ("load_config", "train", "check", "load"),
     ),
-    Group("State and LoadedModel", "", ("State", "LoadedModel")),
+    Group(
+        "State and LoadedModel",
+        "`train` and `check` return a `State`; `load` returns a `LoadedModel`.",
+        ("State", "LoadedModel"),
+    ),
     Group(
         "Listeners",
+        "A listener sends the values of a run somewhere else, for example to an experiment tracker.\n"
         "[Experiment trackers](experiment-trackers.md) has an example.",
         ("Listener",),
     ),
@@ -61,7 +70,8 @@ GROUPS = (
     ),
     Group(
         "Helpers for graph hooks",
-        "The defaults of hooks in the [hook reference](hook-reference.md) use them.",
+        "Functions for your own versions of hooks. The default hooks, whose source is in the\n"
+        "[hook reference](hook-reference.md), use them, too.",
         (
             *("unpack", "weighted", "regularization", "trainable_variables", "nan_to_zero"),
             "leading_dimension",
@@ -69,7 +79,7 @@ GROUPS = (
     ),
     Group(
         "Results of hooks",
-        "Named tuples; a plain tuple of the same values works, too.",
+        "Hooks can return these named tuples. A plain tuple of the same values works, too.",
         ("Objective", "Update", "EvalLoss", "Checkpointing"),
     ),
     Group(
@@ -79,13 +89,14 @@ GROUPS = (
     ),
     Group(
         "Settings and errors",
-        "[Settings](settings.md) lists the fields of `Config`; [Errors](errors.md) the messages.",
+        "The fields of `Config` are the [settings](settings.md). [Errors](errors.md) explains the "
+        "most frequent messages.",
         ("Config", "CtlError", "SetupError", "RunError"),
     ),
 )
 DATA = Group(
     "ctl.data",
-    "These functions help to write `create_dataset`; [Data pipelines](data.md) has examples.",
+    "Functions that you can use in `create_dataset`. [Data pipelines](data.md) has examples.",
     (
         *("index_shuffle", "index_shuffle_with_seeds", "with_seeds", "bucket_by_length"),
         *("split_of", "fold_of", "hash_of"),
@@ -138,9 +149,9 @@ def parse_docstring(docstring: str) -> Docstring:
             sections[current] += ["", line]
         else:
             sections[current].append(line)
-    texts = {name: inspect.cleandoc("\n".join(lines)) for name, lines in sections.items()}
+    texts = {name: textwrap.dedent("\n".join(lines)).strip() for name, lines in sections.items()}
     return Docstring(
-        text=texts[""].strip(),
+        text=texts[""],
         items={name: parse_items(texts.get(name, "")) for name in ("Args", "Attributes", "Raises")},
         returns=texts.get("Returns", ""),
         example=texts.get("Example", ""),

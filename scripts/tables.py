@@ -67,7 +67,7 @@ def format_table(rows: Iterable[tuple[str, ...]]) -> str:
 
 def list_hooks() -> Iterable[tuple[str, ...]]:
     """Yields of each hook where it runs, its purpose, and its default."""
-    yield "hook", "runs", "what it gives, or does", "default"
+    yield "hook", "runs", "purpose", "default"
     for spec in TABLE:
         default = "required" if spec.is_required else spec.default
         yield f"[`{spec.name}`](#{spec.name})", spec.place.value, spec.purpose, default
@@ -123,7 +123,7 @@ def write_hooks() -> str:
 
 def list_settings(names: Iterable[str]) -> Iterable[tuple[str, ...]]:
     """Yields the name, default and help of each setting."""
-    yield "setting", "default", "what it says"
+    yield "setting", "default", "meaning"
     defaults = dataclasses.asdict(Config())
     for name in names:
         default = defaults[name]
@@ -155,7 +155,7 @@ def describe_command(name: str) -> Iterator[str]:
     }.get(name, "[NAME] [--SETTING VALUE ...]")
     yield f"```text\npython -m ctl_core {name} {arguments}\n```\n"
     yield f"{capitalize(command.text)}.\n"
-    rows = [("option", "what it says")]
+    rows = [("option", "meaning")]
     rows += [(f"`--{option}`", OPTIONS[option][1].description) for option in command.options]
     yield format_table(rows)
     if name == "train":
