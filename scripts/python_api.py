@@ -39,7 +39,7 @@ The entries below are generated from docstrings, so `help(ctl.train)` prints the
 
 
 class Group(NamedTuple):
-    """A section of the page: its title, a sentence before its entries, and their names."""
+    """A section of the page: its title, a text before its entries, and the names of the entries."""
 
     title: str
     text: str
@@ -59,7 +59,7 @@ GROUPS = (
     ),
     Group(
         "Listeners",
-        "A listener sends the values of a run somewhere else, for example to an experiment tracker.\n"
+        "A listener sends the values of a run elsewhere, for example to an experiment tracker.\n"
         "[Experiment trackers](experiment-trackers.md) has an example.",
         ("Listener",),
     ),
@@ -102,7 +102,7 @@ DATA = Group(
         *("split_of", "fold_of", "hash_of"),
     ),
 )
-# The attributes that are meant for users; the docstrings of these classes list others, too.
+# The attributes that are shown, by class. The docstrings of these classes list internal ones, too.
 SHOWN = {
     "State": (
         *("step", "metrics", "history", "train_model", "train_loss", "optimizer", "lr"),
@@ -112,7 +112,7 @@ SHOWN = {
         *("model", "input_spec", "output_spec", "step", "metrics", "settings", "run_batch"),
     ),
 }
-# The heading of a section of a docstring, by its name.
+# The sections of a docstring that become tables, with the heading of the first column.
 _TABLES = {"Args": "argument", "Attributes": "attribute"}
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):{1,2}$")
 
@@ -135,7 +135,7 @@ class Docstring:
 
 
 def parse_docstring(docstring: str) -> Docstring:
-    """Takes a docstring apart."""
+    """Splits a docstring into its sections."""
     sections: dict[str, list[str]] = {"": []}
     current = ""
     for line in inspect.cleandoc(docstring).splitlines():
@@ -189,7 +189,7 @@ def format_signature(arguments: ast.arguments) -> str:
 
 
 def format_table(head: str, rows: Mapping[str, str]) -> str:
-    """Returns a table of names and meanings; no text for no rows."""
+    """Returns a table of names and meanings; "" if there are no rows."""
     if not rows:
         return ""
     lines = [f"`{name}` | {format_text(meaning)}" for name, meaning in rows.items()]
@@ -291,7 +291,7 @@ def describe_group(group: Group, homes: Mapping[str, str], prefix: str) -> Itera
     Args:
         group: the group
         homes: the module of each name
-        prefix: stands before the names in signatures
+        prefix: the module in front of the names of functions in signatures, such as ``ctl.``
     """
     yield f"## {group.title}\n"
     if group.text:
@@ -305,12 +305,12 @@ def describe_group(group: Group, homes: Mapping[str, str], prefix: str) -> Itera
 
 
 def join(paragraphs: Iterable[str]) -> str:
-    """Returns paragraphs with an empty line between them."""
+    """Joins paragraphs, with an empty line between two of them."""
     return "\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
 def write_python_api() -> str:
-    """Returns the page with everything about each public name."""
+    """Returns the page, with an entry for each public name."""
     paragraphs = [INTRODUCTION]
     for group in GROUPS:
         paragraphs += describe_group(group, ctl_core._HOME, "ctl.")
