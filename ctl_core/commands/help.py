@@ -75,10 +75,9 @@ def describe_command(text: str, prefix: str) -> str:
         prefix: the prefix of environment variables
     """
     return textwrap.fill(
-        f"{capitalize(text)}. Settings are read from the defaults, config.yaml, the saved "
-        f"settings of the run if it exists, the environment (such as {prefix}BATCH_SIZE=32), "
-        "and these flags; later ones override earlier ones. --hparams.NAME VALUE sets a "
-        "hyperparameter of your own.",
+        f"{capitalize(text)}. Settings are read from config.yaml, the saved settings of an "
+        f"existing run, the environment ({prefix}BATCH_SIZE=32) and these flags; later ones "
+        "override earlier ones. --hparams.NAME VALUE sets a hyperparameter.",
         _WIDTH,
     )
 

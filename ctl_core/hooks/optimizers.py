@@ -31,9 +31,8 @@ def refuse_loss_scales(hook: Hook, optimizers: UserObject) -> None:
             cure = "leave the factor out"
         if cure is not None:
             raise hook.reject(
-                f"{name} divides the gradients by a loss scale, but the loss was not "
-                f"multiplied by it; {cure}. With --precision float16 the engine scales the "
-                "loss."
+                f"{name} divides gradients by a loss scale that the loss was not multiplied by; "
+                f"{cure}. With --precision float16, the engine scales the loss."
             )
 
 

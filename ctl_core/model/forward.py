@@ -145,8 +145,8 @@ def sum_loss(components: ForwardComponents, loss: Structure, batch: Batch) -> tf
     if not has_valid_shape or not loss.dtype.is_floating:
         raise create_loss.reject(
             f"the loss is {describe(loss)}; expected floating-point numbers, one per example "
-            f"(shape [{examples or 'batch'}]) or their sum (shape []). To divide by something "
-            "other than the number of examples, use batch_weight."
+            f"(shape [{examples or 'batch'}]) or their sum (shape []); to divide by other "
+            "numbers, use batch_weight."
         )
     return tf.reduce_sum(cast_to_float32(loss))
 

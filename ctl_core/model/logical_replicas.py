@@ -311,7 +311,7 @@ def take_leaf(
 def list_sparse_rows(
     gradients: GradientsByObjective, variables: VariablesByObjective
 ) -> list[tuple[int, int]]:
-    """Returns the maximum number of rows of each sparse gradient, and of its variable.
+    """Returns, for each sparse gradient, the maximum numbers of rows of it and of its variable.
 
     Args:
         gradients: the gradients of a logical replica, in which an index may occur more than once

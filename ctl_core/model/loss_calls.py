@@ -146,7 +146,7 @@ def _find_calls(
 
 
 def _is_for_metrics(hooks: Hooks, calls: list[Call]) -> bool:
-    """Returns whether the calls of a stack update metrics."""
+    """Returns True if the calls in a call stack are those that update a metric."""
     frames = [(file, line) for file, line, _ in calls]
     return hooks.metric_pre.has_frame(frames) or any(file == _METRICS for file, _ in frames)
 

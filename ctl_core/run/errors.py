@@ -46,7 +46,7 @@ _APPENDED = (
 # TensorFlow. The message itself contains no remedy.
 _CURES = {
     r"object has no attribute 'numpy'": (
-        "a tensor in a graph has no value: use TensorFlow ops, or do it in a host hook"
+        "a tensor in a graph has no value: use TensorFlow ops, or a host hook"
     ),
     r"label value of -?\d+ which is outside the valid range": (
         "the model needs one output per class, and labels start at 0"

@@ -275,8 +275,7 @@ def merge_hparams(
             all_names = f"; a settings file has {make_line(', '.join(map(str, known)), 100)}"
             hint = suggest(str(name), map(str, known)) or all_names
             raise SetupError(
-                f"{format_name(full_name)}: there is no such hyperparameter in a "
-                f"settings file{hint}"
+                f"{format_name(full_name)}: no settings file has this hyperparameter{hint}"
             )
         known_inside: dict[str, Any] | None = None
         if known is not None:

@@ -1,7 +1,7 @@
-"""Two processes train as one: what they tell each other, and what must be the same on both.
+"""Tests of two processes that train together: exchanged decisions and required agreement.
 
-One cluster is started, and runs all cases (tests/helpers/cluster_program.py), for a start costs
-more than a case. Weights of programs on two processes are in tests/golden.
+One cluster runs all cases of tests/helpers/cluster_program.py, because starting a cluster takes
+longer than a case. The weights of programs on two processes are compared in tests/golden.
 """
 
 import json
@@ -30,14 +30,14 @@ CASES = """
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what two processes wrote that ran all cases."""
+    """Returns the folder that contains the results of two processes that ran all cases."""
     folder = tmp_path_factory.mktemp("two")
     engine.run_cluster(folder, "tests.helpers.cluster_program", str(folder), *CASES.split())
     return folder
 
 
 def kept(folder: Path, name: str) -> list[dict[str, Any]]:
-    """What each process wrote."""
+    """Returns the arrays that each process has saved under a name."""
     files = [np.load(folder / f"{name}-{index}.npz") for index in range(2)]
     return [{key: file[key] for key in file.files} for file in files]
 
@@ -95,7 +95,10 @@ def test_what_differs_between_processes_or_ends_one_ends_all(
 
 
 def test_another_number_of_threads_than_the_chiefs_is_refused(tmp_path: Path) -> None:
-    """In a cluster of its own, because TensorFlow starts with these numbers."""
+    """A process must use as many threads as the chief.
+
+    This case has a separate cluster, because TensorFlow sets these numbers when it starts.
+    """
     engine.run_cluster(tmp_path, "tests.helpers.cluster_program", str(tmp_path), "threads_differ")
     for message in (str(values["message"]) for values in kept(tmp_path, "threads")):
         assert message.startswith("the processes use different numbers of threads")
@@ -105,7 +108,7 @@ def test_another_number_of_threads_than_the_chiefs_is_refused(tmp_path: Path) ->
 
 def test_decisions_of_one_process_hold_on_all(two: Path) -> None:
     for values in kept(two, "decisions"):
-        assert int(values["step"]) == int(values["again"]) == 7  # and the run stays ended
+        assert int(values["step"]) == int(values["again"]) == 7  # The ended run does not resume.
     folder = two / "runs/decisions/ckpt/engine"
     assert {path.name for path in folder.glob("*.json")} == {"ckpt-3.json", "ckpt-7.json"}
     run = two / "runs" / "decisions"
@@ -124,7 +127,7 @@ def test_hooks_run_in_every_process_and_go_on_with_what_the_chief_kept(two: Path
 
 
 def test_other_numbers_of_devices_are_refused_before_any_collective(tmp_path: Path) -> None:
-    """A collective of groups of different sizes fails with an error of TensorFlow."""
+    """Otherwise, the first collective would fail with a TensorFlow error about group sizes."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     addresses = [f"127.0.0.1:{port}" for port in find_free_ports(2)]
     processes = []

@@ -1,4 +1,4 @@
-"""A run that is resumed, or begins from another, has all that the other had."""
+"""Tests that resumed and forked runs continue with the complete state, and of initial weights."""
 
 import re
 from functools import partial
@@ -29,7 +29,7 @@ from tests.helpers.project import Cli, Train, refused
 
 
 class Counting(keras.layers.Layer):
-    """Counts its calls, with a variable made by hand, and keeps a metric of its own."""
+    """Counts its calls with a variable, and the examples with a metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def counting_model() -> keras.Model:
 
 @pytest.mark.slow
 def test_statistics_of_each_replica_resume(train: Train) -> None:
-    """Each goes on with its own moving statistics, not with their mean."""
+    """Each replica resumes with its own moving statistics instead of the mean over all replicas."""
     program = partial(make_hooks, create_model=counting_model)
     whole = assert_resumes(train, program, virtual_devices=2)
     counters = [v for path, v in whole.items() if path.startswith("create_model/")]
@@ -59,7 +59,7 @@ def test_statistics_of_each_replica_resume(train: Train) -> None:
 def test_a_position_that_outweighs_the_model_is_mentioned_once(
     train: Train, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, buffer: int
 ) -> None:
-    """Each element of the buffer has 1,000 numbers; the variables are a few hundred."""
+    """A message is printed once if the saved shuffle buffer is much larger than the model."""
     monkeypatch.setattr(position, "LARGE_POSITION", 1_000_000)
 
     def create_dataset(global_batch_size: int) -> tf.data.Dataset:
@@ -76,7 +76,7 @@ def test_a_position_that_outweighs_the_model_is_mentioned_once(
 
 
 def test_an_evaluation_changes_no_bit_of_training(train: Train) -> None:
-    """Of a model that writes while it is called."""
+    """An evaluation changes no bit, even if the model assigns variables when it is called."""
     hooks = make_hooks(create_model=counting_model)
     rarely = values(train(hooks, run_name="never", steps=9))
     hooks.create_eval_dataset = small.create_dataset
@@ -104,7 +104,7 @@ def test_random_operations_that_no_checkpoint_holds_are_pointed_out(
     assert "it uses RandomGamma, which has its own state" in output
 
 
-# ---- What preprocessing layers learn from data ---------------------------------------------------
+# ---- Preprocessing layers that learn from data ---------------------------------------------------
 
 WORDS = np.array(["red", "green", "blue", "green", "red", "green", "grey", "red"])
 NUMBERS = np.arange(8, dtype="float32")[:, None]
@@ -112,7 +112,7 @@ TARGET = (NUMBERS > 3).astype("float32")
 
 
 def program(words: Any, numbers: Any) -> SimpleNamespace:
-    """A small recommender: words by their number in a vocabulary of the data that there are."""
+    """Returns hooks whose model has layers that are adapted to the given words and numbers."""
 
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
         data = tf.data.Dataset.from_tensor_slices((({"word": WORDS, "number": NUMBERS}), TARGET))
@@ -185,13 +185,13 @@ def test_a_vocabulary_that_data_are_read_with_must_be_the_same(cli: Cli) -> None
     refused(outcome, "the input pipeline uses, has learned other values", "(3 entries then, 4 now)")
 
 
-# ---- Runs that begin from another: as it goes on (fork), or with weights of something (init_from)
+# ---- Runs that start from another run: fork and init_from ----------------------------------------
 
 SHORT = {"batch_size": 10, "learning_rate": 0.05, "ckpt_every": 2}
 
 
 def build_model(classes: int = 1) -> keras.Model:
-    """With random numbers and a statistic."""
+    """Returns a model with batch normalization and dropout."""
     return keras.Sequential(
         [
             keras.Input((FEATURES,)),
@@ -230,7 +230,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def test_init_from_refuses_what_is_no_run(train: Train, tmp_path: Path) -> None:
-    """Nothing of a new run is there then, and a run that is there is as it was."""
+    """After an error, a new run has no folder, and an existing run is unchanged."""
     train(hooks_of(), run_name="a", steps=4, **SHORT)
     for message, settings in REFUSED.items():
         with pytest.raises(ctl_core.SetupError, match=message):
@@ -246,7 +246,7 @@ def test_init_from_refuses_what_is_no_run(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_init_from_loads_all_weights_on_all_replicas(train: Train, tmp_path: Path) -> None:
-    """All of them, on both replicas; what has another shape is refused."""
+    """All weights are loaded on both replicas, and weights of another shape are an error."""
     state = train(hooks_of(), run_name="a", steps=4, **SHORT)
     trained, path = state.train_model, str(use.export(hooks_of(), state.config))
     trained.save_weights(tmp_path / "m.weights.h5")
@@ -273,11 +273,11 @@ def test_averaged_weights_begin_with_those_of_init_from(
     state.average.swap()
     kernel = state.train_model.get_layer("hidden").kernel
     np.testing.assert_array_equal(kernel, trained.train_model.get_layer("hidden").kernel)
-    assert "b: at step 0 of 0, nothing left to train" in capfd.readouterr().out
+    assert "b: already at step 0 of 0, so there is nothing left to train" in capfd.readouterr().out
 
 
 class Plain:
-    """A model that is none of Keras', nor anything that TensorFlow knows."""
+    """A model that is neither a Keras model nor a TensorFlow module."""
 
     def __init__(self) -> None:
         self.parts = [tf.Variable(tf.ones([FEATURES, 1])), tf.Variable(tf.zeros([1]))]

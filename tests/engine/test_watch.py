@@ -1,4 +1,4 @@
-"""A training that hangs says where, and obeys signals although a graph call blocks."""
+"""Tests that a hanging run reports the location in the code, and can be ended by signals."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def pause() -> bool:
 def test_a_hook_that_takes_long_is_named_once(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The next time it may take twice as long."""
+    """A slow hook is reported once. A later call is reported only if it takes twice as long."""
     hooks = make_hooks(every_steps={1: lambda step: step > 3 and pause()})
     train(hooks, steps=5, stall_seconds=1)
     (notice,) = read_notices(tmp_path)
@@ -66,7 +66,7 @@ def test_tracing_is_not_reported_nor_anything_without_a_limit(
     train: Train, tmp_path: Path, stall_seconds: int
 ) -> None:
     def input_pre(batch: Any) -> Any:
-        pause()  # while the step is traced
+        pause()  # The hook is called while the step is traced.
         return batch[0]
 
     hooks = make_hooks(input_pre=input_pre, every_steps={1: lambda: stall_seconds or pause()})
@@ -139,7 +139,7 @@ def wait_for(folder: Path, words: str) -> None:
 
 @pytest.mark.slow
 def test_signals_end_a_process_whose_graph_call_blocks(tmp_path: Path) -> None:
-    """And the run goes on from its last checkpoint."""
+    """A signal ends a process with a blocked graph call, and the run resumes from a checkpoint."""
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         (tmp_path / "log").unlink(missing_ok=True)
         process = start(tmp_path, "data", "--stall-seconds=3")

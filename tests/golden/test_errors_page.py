@@ -1,8 +1,9 @@
-"""docs/errors.md: each mistake that it shows ends with the message that it shows."""
+"""Each mistake on the page docs/errors.md ends with the message that the page shows."""
 
 import re
 from pathlib import Path
 
+from ctl_core.run.errors import _CURES as REMEDIES
 from tests.golden import ROOT, small
 from tests.golden.engine import Command
 
@@ -11,7 +12,7 @@ PAGE = (ROOT / "docs" / "errors.md").read_text("utf-8")
 
 
 def hide_lines(message: str) -> str:
-    """Returns a message without the numbers of lines, which depend on the rest of the file."""
+    """Returns a message without line numbers, which depend on the rest of the file."""
     return re.sub(r"callbacks\.py:\d+", "callbacks.py", message).strip()
 
 
@@ -32,6 +33,19 @@ def test_mistakes_in_hooks_have_the_messages_that_are_shown(
         outcome = command("train", *FLAGS)
         assert outcome.code == 2, section
         assert hide_lines(outcome.err) == hide_lines(read_block("text", section))
+
+
+def test_the_first_message_is_that_of_a_misspelt_argument(tmp_path: Path, command: Command) -> None:
+    misspelt = "def input_pre(bacth):\n    return bacth[0]\n"
+    (tmp_path / "callbacks.py").write_text(f"{small.CALLBACKS}\n\n{misspelt}")
+    outcome = command("train", *FLAGS)
+    introduction, _, _ = PAGE.partition("\n## Hooks\n")
+    assert hide_lines(outcome.err) == hide_lines(read_block("text", introduction))
+
+
+def test_the_remedy_for_wrong_labels_is_quoted() -> None:
+    (remedy,) = (text for text in REMEDIES.values() if "labels" in text)
+    assert f"*{remedy}*" in " ".join(PAGE.split())
 
 
 def test_mistakes_in_settings_have_the_messages_that_are_shown(
