@@ -162,7 +162,7 @@ def test_commands_in_sentences_and_of_marked_blocks_are_understood(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text((digits / "config.yaml").read_text())
-    for run in ("a", "b", "gan", "rate", "vgg", "w"):
+    for run in ("a", "b", "gan", "rate", "w"):
         Path("runs", run).mkdir(parents=True)
         Path("runs", run, "config.yaml").write_text("steps: 300\n")
     seen = 0
