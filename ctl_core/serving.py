@@ -71,7 +71,7 @@ class LoadedModel:
         metrics: the values of the last evaluation before the checkpoint by name, or {}
         settings: the settings of the run
         function: the graph function from a request to the output
-        run_batch: the graph function from a batch of ``create_eval_dataset`` to the output
+        run_batch: computes the output for a batch of ``create_eval_dataset``; a graph function
         state: the state of the run, with the variables that the functions use
     """
 
@@ -387,8 +387,8 @@ def load(
 ) -> LoadedModel:
     """Loads the model of a run, on the GPU if there is one.
 
-    The hooks are read from the project's file that the run's settings name. If that file has
-    changed since the run was trained, a line is printed that says so. The data that
+    The hooks are read from the project's file that the run's settings name. If this file has
+    changed since the run was trained, a warning is printed. The data that
     ``create_dataset`` reads have to exist, because the model is built in the same way as for
     training.
 

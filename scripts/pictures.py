@@ -1,7 +1,8 @@
-"""Draws docs/pictures (make pictures): run.svg, a run beside its curve, and the tutorial's shapes.
+"""Draws the pictures in docs/pictures (make pictures).
 
-It trains the demo's project again, kills that run, and goes on with it on four devices. The shapes
-are the first that the tutorial's own script draws.
+``run.svg`` shows the console output and the loss curve of a run that was killed. To draw it, the
+script trains the project of the demo again, kills this run, and resumes it on four devices.
+``shapes.png`` shows the first shapes that the script in the tutorial draws.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ KILLED = 350
 RUN = "killed"
 FIRST = f"./train.sh --run-name {RUN}"
 AGAIN = f"{FIRST} --virtual-devices 4"
-LETTERS = 66  # of a line of the terminal
+LETTERS = 66  # maximum length of a line of the console output
 WIDTH = 980
 HEIGHT = 340
-LEFT, RIGHT, TOP, BOTTOM = 570, 955, 45, 290  # the curve's axes
+LEFT, RIGHT, TOP, BOTTOM = 570, 955, 45, 290  # the ends of the axes of the curve
 LOSSES = (1.0, 0.1, 0.01)
 
 
 def train_and_kill(project: Path) -> list[str]:
-    """Trains in two parts, the first of which is killed; returns what the terminal shows."""
+    """Trains, kills the run, and resumes it; returns the lines that the terminal shows."""
     log = project / "runs" / RUN / "train.log"
     first = subprocess.Popen(FIRST.split(), cwd=project, start_new_session=True)
     while not (log.exists() and f"step {KILLED}/" in log.read_text()):
@@ -49,7 +50,7 @@ def train_and_kill(project: Path) -> list[str]:
 
 
 def shorten(lines: list[str]) -> list[str]:
-    """Keeps the first and last lines of a log, and the last evaluations; none with its time."""
+    """Returns the first line, the last two evaluations and the last line of a log; no times."""
     lines = [line.partition(" INFO ")[2] for line in lines]
     evaluations = [line for line in lines if "eval:" in line][-2:]
     return [lines[0], *evaluations, lines[-1]]
@@ -61,7 +62,13 @@ def read_losses(run: Path, split: str) -> list[tuple[int, float]]:
 
 
 def draw(terminal: list[str], whole: Path, killed: Path) -> str:
-    """Returns the picture, SVG."""
+    """Returns run.svg.
+
+    Args:
+        terminal: the lines of the console output
+        whole: the folder of the uninterrupted run
+        killed: the folder of the run that was killed and resumed
+    """
     steps = max(step for step, _ in read_losses(whole, "train"))
 
     def place(step: int, loss: float) -> tuple[float, float]:
@@ -105,7 +112,7 @@ def draw(terminal: list[str], whole: Path, killed: Path) -> str:
     shapes.append(write(x + 6, TOP + 36, "killed; then 4 devices"))
     for row, (colour, text) in enumerate(
         [
-            ("#8c959f", "loss of a run in one go, on one device"),
+            ("#8c959f", "loss of an uninterrupted run on one device"),
             ("#0969da", "loss of the run that was killed"),
             ("#cf222e", "its evaluations"),
         ]
@@ -115,7 +122,7 @@ def draw(terminal: list[str], whole: Path, killed: Path) -> str:
 
 
 def draw_shapes() -> None:
-    """Puts the first shapes of the tutorial side by side, each pixel as four by four."""
+    """Draws shapes.png: the first shapes of the tutorial side by side, enlarged four times."""
     import tensorflow as tf
 
     script = re.search(r"```python\n(.*?)```", (DOCS / "tutorial.md").read_text("utf-8"), re.S)
@@ -129,7 +136,7 @@ def draw_shapes() -> None:
 
 
 def main(project: Path) -> None:
-    """Draws the run ``demo`` of a project, and one in two parts."""
+    """Draws all pictures; ``project`` is the folder of the demo's project."""
     terminal = train_and_kill(project)
     PICTURES.mkdir(exist_ok=True)
     drawn = draw(terminal, project / "runs" / "demo", project / "runs" / RUN)

@@ -30,7 +30,7 @@ RUNS = {
     Place.GRAPH: "Runs in the graph, on each replica.",
     Place.HOST: "Runs on the host, between two steps.",
 }
-# How the value of a hook is written in callbacks.py, by its form.
+# How a hook is written in callbacks.py, by its form.
 SIGNATURES = {
     Form.FUNCTION: "{name}({arguments})",
     Form.FUNCTIONS: "{name}({arguments})",
@@ -57,7 +57,7 @@ arguments:
 
 
 def format_table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Returns rows as Markdown; the first one is the head."""
+    """Returns a Markdown table; the first row is its head."""
     head, *others = [" | ".join(row) for row in rows]
     return "\n".join([head, re.sub(r"[^|]+", "---", head), *others]) + "\n"
 
@@ -66,15 +66,15 @@ def format_table(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def list_hooks() -> Iterable[tuple[str, ...]]:
-    """Yields of each hook where it runs, its purpose, and its default."""
-    yield "hook", "runs", "what it gives, or does", "default"
+    """Yields the name of each hook, where it runs, its purpose, and its default."""
+    yield "hook", "runs", "purpose", "default"
     for spec in TABLE:
         default = "required" if spec.is_required else spec.default
         yield f"[`{spec.name}`](#{spec.name})", spec.place.value, spec.purpose, default
 
 
 def list_arguments(arguments: Iterable[Argument], kind: str) -> Iterable[tuple[str, ...]]:
-    """Yields name, type and meaning of each argument, or of each field of a result."""
+    """Yields the name, type and meaning of each argument, or of each field of a result."""
     yield kind, "type", "meaning"
     for argument in arguments:
         shape = f" `{argument.shape}`" if argument.shape else ""
@@ -107,7 +107,7 @@ def describe_hook(spec: HookSpec) -> Iterable[str]:
 
 
 def write_hooks() -> str:
-    """Returns the page with everything about each hook."""
+    """Returns the page that describes all hooks."""
     head = "\n".join(
         [
             HOOKS + format_table(list_hooks()),
@@ -123,7 +123,7 @@ def write_hooks() -> str:
 
 def list_settings(names: Iterable[str]) -> Iterable[tuple[str, ...]]:
     """Yields the name, default and help of each setting."""
-    yield "setting", "default", "what it says"
+    yield "setting", "default", "meaning"
     defaults = dataclasses.asdict(Config())
     for name in names:
         default = defaults[name]
@@ -136,7 +136,7 @@ def list_settings(names: Iterable[str]) -> Iterable[tuple[str, ...]]:
 
 
 def write_settings() -> str:
-    """Returns a section for each group of settings, as ``--help`` has them."""
+    """Returns a section for each group of settings; the groups are the same as in ``--help``."""
     grouped = {name for names in GROUPS.values() for name in names}
     groups = {**GROUPS, "your own": tuple(name for name in SETTINGS if name not in grouped)}
     return "\n".join(
@@ -146,7 +146,7 @@ def write_settings() -> str:
 
 
 def describe_command(name: str) -> Iterator[str]:
-    """Yields the paragraphs about a command: its options and examples."""
+    """Yields the paragraphs about a command and its options."""
     command = COMMANDS[name]
     yield f"## {name}\n"
     arguments = {
@@ -155,7 +155,7 @@ def describe_command(name: str) -> Iterator[str]:
     }.get(name, "[NAME] [--SETTING VALUE ...]")
     yield f"```text\npython -m ctl_core {name} {arguments}\n```\n"
     yield f"{capitalize(command.text)}.\n"
-    rows = [("option", "what it says")]
+    rows = [("option", "meaning")]
     rows += [(f"`--{option}`", OPTIONS[option][1].description) for option in command.options]
     yield format_table(rows)
     if name == "train":
@@ -204,14 +204,14 @@ PAGES = {
     "python-api.md": write_python_api(),
     "gallery.md": write_gallery(),
 }
-# The parts of pages between these marks.
+# The marks around the generated part of a page, and these parts by page.
 BEGIN = "<!-- generated -->"
 END = "<!-- /generated -->"
 SECTIONS = {"settings.md": write_settings(), "commands.md": write_commands()}
 
 
 def write_all() -> dict[str, str]:
-    """Returns the text of each page that is generated, or has a generated part."""
+    """Returns the text of each page that is generated, or that has a generated part."""
     pages = dict(PAGES)
     for page, section in SECTIONS.items():
         text = (DOCS / page).read_text("utf-8")
@@ -224,5 +224,5 @@ def write_all() -> dict[str, str]:
 if __name__ == "__main__":
     for page, text in write_all().items():
         (DOCS / page).write_text(text, encoding="utf-8")
-    # Last, because the titles of the others are in it.
+    # This page is written last, because it contains the titles of the other pages.
     (DOCS / "README.md").write_text(write_list_of_pages(), encoding="utf-8")

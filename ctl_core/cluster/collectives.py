@@ -71,7 +71,10 @@ def count_logical_replicas(replicas: int | None) -> Iterator[None]:
 
 
 def num_replicas() -> int:
-    """Returns the number of replicas of all processes, or of logical replicas if there are any."""
+    """Returns the number of replicas in all processes.
+
+    With ``logical_replicas``, returns the number of logical replicas.
+    """
     if _logical_replicas is not None:
         return _logical_replicas
     context = tf.distribute.get_replica_context() or tf.distribute.get_strategy()
@@ -79,7 +82,11 @@ def num_replicas() -> int:
 
 
 def replica_id() -> int | tf.Tensor:
-    """Returns the index of this replica, from 0: an int if known in Python, otherwise a tensor."""
+    """Returns the index of this replica, counted from 0.
+
+    Returns:
+        An int if the index is known while the graph is traced; otherwise an int32 scalar.
+    """
     context = tf.distribute.get_replica_context()
     return 0 if context is None else context.replica_id_in_sync_group
 

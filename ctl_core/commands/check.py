@@ -61,13 +61,13 @@ STEPS = 2
 
 
 def check(callbacks: Callbacks, config: Config) -> State:
-    """Tries everything that a run would do once, and compares devices.
+    """Rehearses a run, and compares one device with three.
 
-    Two steps are taken. After the second step, every host hook runs, and is passed the number of
-    the step that it is meant for. An evaluation, a checkpoint, the hooks ``at_end`` and all
-    commands follow. Then steps and an evaluation are compared between one CPU device and three;
-    with logical replicas, they are also compared bit by bit. Hooks that write files or call
-    services really do so.
+    The rehearsal takes two steps and calls each host hook once, with the number of a step at which
+    it is due. It then evaluates, saves a checkpoint, calls the hook ``at_end``, and runs all
+    commands. After that, steps and an evaluation are compared between one CPU device and three;
+    with logical replicas, they are also compared bit by bit. Side effects of hooks are real: a
+    hook that writes files or calls a service does so during the check, too.
 
     Args:
         callbacks: a module, a dict or any object with the hooks

@@ -33,10 +33,10 @@ def train(
     note: str | None = None,
     listeners: Sequence[Listener] = (),
 ) -> State:
-    """Trains until ``config.steps`` or ``config.epochs``.
+    """Trains a run until ``config.steps`` or ``config.epochs`` is reached.
 
-    Training starts from the newest checkpoint if there is one. If ``mirror`` is set and has a newer
-    checkpoint, the run is fetched from there first.
+    If the run has a checkpoint, training resumes from the newest one. If ``mirror`` is set and has
+    a newer checkpoint, the run is fetched from there first.
 
     Args:
         callbacks: a module, or any object, with the hooks as attributes

@@ -186,10 +186,10 @@ def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
 def deferred(hook: Callable[..., None]) -> Callable[..., None]:
     """Marks an ``every_steps`` function that only observes training, such as ``print_step``.
 
-    The function may name ``step``, ``dev``, ``chief``, ``config`` and ``hparams``, and must not
-    change anything that training uses. The engine does not need to leave the graph for such a
-    function. When a graph call ends, which takes about a second at most, the engine runs the
-    function for all steps of the call at which the function is due, in order.
+    The function may take the arguments ``step``, ``dev``, ``chief``, ``config`` and ``hparams``,
+    and must not change anything that training uses. Such a function does not interrupt the graph:
+    the engine calls it when the current graph call ends, about a second later at most, once for
+    each step of the call at which the function is due.
     """
     hook.deferred = True  # type: ignore[attr-defined]
     return hook

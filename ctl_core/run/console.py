@@ -363,13 +363,13 @@ def create_console() -> Console:
 
 
 def report(step: int, *, console: bool = True, **values: Scalar | dict[str, Scalar]) -> None:
-    """For hooks: shows values, and writes them to TensorBoard and metrics.jsonl.
+    """Prints values, and writes them to TensorBoard and metrics.jsonl; call it in host hooks.
 
     While a run trains, its progress line shows the loss and the latest four other values.
 
     Args:
         step: the step that the values belong to
-        console: whether the console shows the values; pass False for many values
+        console: whether to print the values; pass False if there are many
         **values: scalars by name, or dicts of scalars
 
     Raises:
@@ -386,5 +386,8 @@ def warn(text: str) -> None:
 
 
 def show_step(step: int) -> None:
-    """For hooks: prints the step, at most once a second, unless the progress line shows it."""
+    """Prints the step, at most once a second; call it in host hooks.
+
+    If the console has a progress line, which shows the step anyway, nothing is printed.
+    """
     (_active or Console()).step(step)

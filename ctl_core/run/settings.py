@@ -114,7 +114,7 @@ def declare(default: SettingValue, text: str, *examples: str, **limits: Any) -> 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Config:
-    """The settings of a run.
+    """The settings of a run, as keyword arguments: ``Config(steps=300, batch_size=32)``.
 
     NumPy numbers are converted to Python numbers, and paths to strings.
 
@@ -319,9 +319,10 @@ class Config:
         )
 
     def remove_periods(self) -> Self:
-        """Returns a copy of the settings without an end of training and without periods.
+        """Returns a copy of the settings for a run that is not trained, only evaluated.
 
-        In the copy, ``counts_epochs`` is False.
+        In the copy, nothing says when training ends or when to save and evaluate, so
+        ``counts_epochs`` is False.
         """
         no_periods: dict[str, Any] = dict.fromkeys(PERIODS, 0)
         return dataclasses.replace(self, steps=None, epochs=None, max_time=None, **no_periods)

@@ -166,7 +166,7 @@ def test_order_of_environments(place: Place) -> None:
 
 
 def installing(place: Place) -> str:
-    return f"train.sh: installing what pyproject.toml asks for into {place.project}/.venv"
+    return f"train.sh: installing the packages of pyproject.toml into {place.project}/.venv"
 
 
 def test_train_sh_installs_when_it_has_to(place: Place) -> None:
@@ -208,7 +208,7 @@ def test_failed_installation(place: Place) -> None:
     The next run installs again.
     """
     place.set("install_fails", "1")
-    failed = "train.sh: the installation failed (see above); the next run repeats it"
+    failed = "train.sh: the installation failed, see above; the next run tries it again"
     assert place.train() == (2, [installing(place), "pip: no network", failed])
     assert place.calls() == [MAKING, INSTALLATION]
     place.set("install_fails", "0")
