@@ -18,7 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import first_step, processes
-from benchmarks.report import GOALS, GPU_GOALS, Memory, Results, Timing, print_report, put_into
+from benchmarks.page import parse_printed, print_plainly, put_into
+from benchmarks.report import GOALS, GPU_GOALS, Memory, Results, Timing, print_report
 
 # By number of devices; each line is a process: what others leave behind must not slow it down.
 SECTIONS: list[tuple[int, list[str]]] = [
@@ -49,10 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     device = arguments.device
     of_device = SECTIONS
-    heading = "## The report"
     if device == "gpu":  # the first one
         of_device = [*(each for each in SECTIONS if each[0] == 1), (1, MIXED)]
-        heading = "## On a GPU"
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -78,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     notes = _notes(device, rounds, time.monotonic() - begun)
     print_report(results, Console(width=None if sys.stdout.isatty() else 160), notes)
     if arguments.into:
-        put_into(arguments.into, heading, results, notes)
+        put_into(arguments.into, device, parse_printed(print_plainly(results, notes)))
     return int(failed)
 
 

@@ -148,7 +148,7 @@ def main() -> int:
     pages = list_documents()
     repository = read_repository_url()
     shutil.rmtree(STAGED, ignore_errors=True)
-    STAGED.mkdir(parents=True)
+    shutil.copytree(ROOT / "docs" / "assets", STAGED / "assets")
     problems = []
     for path, page in pages.items():
         document = Document(path, pages, repository)
