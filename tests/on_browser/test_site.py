@@ -120,6 +120,6 @@ def test_a_search_leads_to_a_page_about_it(browser: Browser, address: str, width
     result.wait_for()
     page.screenshot(path=PICTURES / f"search-{width}.png")
     result.click()
-    page.wait_for_url(lambda url: url != address)
+    page.wait_for_url("**/runs/**")
     assert "resume" in page.locator(".md-content").inner_text().lower()
     page.close()
