@@ -33,8 +33,8 @@ DOCUMENTS = {
 ONLY_IN_REPOSITORY = ("docs/README.md",)
 # A page, a section with a title, or a list of these.
 Navigation: TypeAlias = str | dict[str, "Navigation"] | list["Navigation"]
-# In mkdocs.yml, it stands for the owner of the repository. GitHub's workflows name the owner.
-OWNER = "OWNER"
+# Stands for owner and name of the repository in the README.
+PLACEHOLDER = "OWNER/cookiecutter-tensorflow-ctl"
 _FENCE = re.compile(r"^([ ]*)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 # The target of a link, in Markdown and in HTML.
 _TARGET = re.compile(r'(?P<before>\]\(|(?:href|src|srcset)=")(?P<target>[^)"\s]+)(?P<after>[)"])')
@@ -45,10 +45,16 @@ class BrokenLink(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Ignores the tags of mkdocs.yml, which name Python objects."""
+    """Reads ``!ENV [VARIABLE, default]`` as MkDocs does, and ignores names of Python objects."""
 
 
-_Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+def _read_variable(loader: _Loader, node: yaml.SequenceNode) -> str:
+    name, default = loader.construct_sequence(node)
+    return os.environ.get(name, default)
+
+
+_Loader.add_multi_constructor("tag:", lambda loader, suffix, node: None)
+_Loader.add_constructor("!ENV", _read_variable)
 
 
 def read_config() -> dict[str, Any]:
@@ -68,10 +74,9 @@ def list_pages(navigation: Navigation) -> list[str]:
 
 
 def read_repository_url() -> str:
-    """Returns the address of the repository from mkdocs.yml, with the owner if GitHub names it."""
+    """Returns the address of the repository on the web, as the site shows it."""
     url: str = read_config()["repo_url"]
-    owner = os.environ.get("GITHUB_REPOSITORY_OWNER", OWNER)
-    return url.replace(OWNER, owner)
+    return url
 
 
 def list_documents() -> dict[str, str]:
@@ -101,6 +106,7 @@ class Document:
     def render(self) -> str:
         """Returns the text of the page."""
         text = (ROOT / self.path).read_text("utf-8")
+        text = text.replace(PLACEHOLDER, "/".join(self.repository.split("/")[-2:]))
         return "".join(
             part if is_code else _TARGET.sub(self._rewrite, part)
             for part, is_code in split_code(text)

@@ -65,6 +65,17 @@ def test_code_stays_as_it_is(write: Write) -> None:
     assert [is_code for _, is_code in split_code(text)] == [False, True, False, True, False]
 
 
+def test_the_owner_of_the_repository_is_put_in(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = write("README.md", "`gh:OWNER/cookiecutter-tensorflow-ctl`")
+    assert document.render() == "`gh:me/it`"
+    monkeypatch.undo()
+    assert stage_docs.read_repository_url().startswith("https://github.com/")
+    monkeypatch.setenv("REPOSITORY_URL", REPOSITORY)
+    assert stage_docs.read_repository_url() == REPOSITORY
+
+
 def test_a_missing_file_is_reported(write: Write) -> None:
     document = write("docs/a.md", "[a](../src/y.py)")
     with pytest.raises(BrokenLink, match=r"docs/a\.md: \.\./src/y\.py: "):
