@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_variable(loader: _Loader, node: yaml.SequenceNode) -> str:
-    name, default = loader.construct_sequence(node)
+    name, default = map(str, loader.construct_sequence(node))
     return os.environ.get(name, default)
 
 
