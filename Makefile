@@ -12,7 +12,7 @@
 # make prove       train, kill and resume in many ways, beside fit and a loop: some minutes
 # make soak        kill runs before each of their file operations, resume them, and compare the bits: an hour
 #                  of a core for KILLS=1200; needs a C compiler and Linux
-# make generated   write the tables of docs and the data of the example digits anew
+# make generated   write the generated pages of docs and the data of the example digits again
 # make docs        build the documentation site in build/site; broken links and unlisted pages fail
 # make test-browser  open the site in Chromium, look something up, and take pictures in build/screenshots;
 #                  needs Debian's package chromium
@@ -103,7 +103,7 @@ generated: $(VENV)/.made
 
 docs: .venv-docs/.made
 	"$(<D)/bin/python" -m scripts.stage_docs
-	NO_MKDOCS_2_WARNING=1 "$(<D)/bin/mkdocs" build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 "$(<D)/bin/mkdocs" build --strict
 	@echo "build/site/index.html"
 
 test-browser: .venv-browser/.made docs

@@ -19,7 +19,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import first_step, processes
-from benchmarks.report import GOALS, GPU_GOALS, Memory, Results, Timing, print_report, put_into
+from benchmarks.page import parse_printed, print_plainly, put_into
+from benchmarks.report import GOALS, GPU_GOALS, Memory, Results, Timing, print_report
 
 # The number of devices, and the sections that are measured on them. Each line runs in a new
 # process, so that the leftovers of other sections do not slow it down.
@@ -51,10 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     device = arguments.device
     of_device = SECTIONS
-    heading = "## The report"
     if device == "gpu":
         of_device = [*(each for each in SECTIONS if each[0] == 1), (1, MIXED)]
-        heading = "## On a GPU"
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the first GPU
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -80,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     notes = _notes(device, rounds, time.monotonic() - begun)
     print_report(results, Console(width=None if sys.stdout.isatty() else 160), notes)
     if arguments.into:
-        put_into(arguments.into, heading, results, notes)
+        put_into(arguments.into, device, parse_printed(print_plainly(results, notes)))
     return int(failed)
 
 

@@ -8,10 +8,8 @@ here.
 from __future__ import annotations
 
 import dataclasses
-import io
 import statistics
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from rich import box
@@ -54,6 +52,8 @@ COLUMNS = {
     FLOOR: (FLOOR, IMPORTS),
     INPUT: (INPUT,),
 }
+# The line before the table of times.
+TITLE = "Time: µs a step, of the first step s"
 Key = tuple[str, int, int]
 
 
@@ -246,20 +246,6 @@ class Results:
         return min(medians, key=medians.__getitem__, default="")
 
 
-def put_into(file: Path, heading: str, results: Results, notes: Iterable[str]) -> None:
-    """Replaces the first ```text block below a heading of a Markdown file by the report."""
-    with io.StringIO() as section:
-        print_report(results, Console(file=section, width=160), notes, all_goals=False)
-        lines = [line.rstrip() for line in section.getvalue().splitlines()]
-    before, present, below = file.read_text(encoding="utf-8").partition(f"\n{heading}\n")
-    between, fence, after = below.partition("```text\n")
-    if not fence:
-        raise SystemExit(f"error: {file}: expected {heading}, and below it a block of ```text")
-    report = "\n".join(line for line in lines if line)
-    after = after.partition("```\n")[2]
-    file.write_text(f"{before}{present}{between}{fence}{report}\n```\n{after}", encoding="utf-8")
-
-
 def print_report(
     results: Results, console: Console, notes: Iterable[str] = (), all_goals: bool = True
 ) -> None:
@@ -271,7 +257,7 @@ def print_report(
         notes: lines to print at the end
         all_goals: whether to print all goals, or only those that were missed
     """
-    console.print("Time: µs a step, of the first step s")
+    console.print(TITLE)
     table = Table("section", "devices", "read every", box=box.SIMPLE)
     measured = {timing.peer for timing in results.timings}
     columns = {name: peers for name, peers in COLUMNS.items() if measured.intersection(peers)}

@@ -177,7 +177,16 @@ def format_text(text: str) -> str:
     return re.sub(r"``(.+?)``", format_code, text, flags=re.DOTALL)
 
 
-def format_signature(arguments: ast.arguments) -> str:
+def format_call(name: str, arguments: Sequence[str]) -> str:
+    """Returns ``name(argument, ...)``, in several lines if it is long."""
+    text = ", ".join(arguments)
+    if len(name) + len(text) < 78:
+        return f"{name}({text})"
+    lines = textwrap.wrap(f"{text},", 78, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join([f"{name}(", *lines, ")"])
+
+
+def list_arguments(arguments: ast.arguments) -> list[str]:
     """Returns the arguments of a function, without their types and without ``self``."""
     names = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     for argument in [*names, arguments.vararg, arguments.kwarg]:
@@ -185,7 +194,8 @@ def format_signature(arguments: ast.arguments) -> str:
             argument.annotation = None
     if arguments.args and arguments.args[0].arg == "self":
         arguments.args.pop(0)
-    return ast.unparse(arguments)
+    text = ast.unparse(arguments)
+    return text.split(", ") if text else []
 
 
 def format_table(head: str, rows: Mapping[str, str]) -> str:
@@ -214,7 +224,8 @@ def describe(docstring: Docstring) -> Iterator[str]:
 def describe_function(prefix: str, function: ast.FunctionDef) -> Iterator[str]:
     """Yields the heading, signature and docstring of a function."""
     yield f"### {function.name}\n"
-    yield f"```python\n{prefix}{function.name}({format_signature(function.args)})\n```\n"
+    signature = format_call(f"{prefix}{function.name}", list_arguments(function.args))
+    yield f"```python\n{signature}\n```\n"
     yield from describe(parse_docstring(ast.get_docstring(function) or ""))
 
 
@@ -260,7 +271,7 @@ def describe_class(cls: ast.ClassDef) -> Iterator[str]:
     """Yields the heading, fields, docstring and methods of a class."""
     yield f"### {cls.name}\n"
     if "NamedTuple" in map(ast.unparse, cls.bases):
-        yield f"```python\nctl.{cls.name}({', '.join(list_fields(cls))})\n```\n"
+        yield f"```python\n{format_call(f'ctl.{cls.name}', [*list_fields(cls)])}\n```\n"
     docstring = parse_docstring(ast.get_docstring(cls) or "")
     attributes = list_attributes(cls, docstring)
     items = {**docstring.items, "Attributes": attributes}
@@ -271,7 +282,7 @@ def describe_class(cls: ast.ClassDef) -> Iterator[str]:
         function = f"{cls.name}.{member.name}"
         if member.name == "__call__":
             function = "served"
-        yield f"```python\n{function}({format_signature(member.args)})\n```\n"
+        yield f"```python\n{format_call(function, list_arguments(member.args))}\n```\n"
         yield from describe(parse_docstring(ast.get_docstring(member) or ""))
 
 

@@ -33,8 +33,8 @@ DOCUMENTS = {
 ONLY_IN_REPOSITORY = ("docs/README.md",)
 # A page, a section with a title, or a list of these.
 Navigation: TypeAlias = str | dict[str, "Navigation"] | list["Navigation"]
-# The placeholder in mkdocs.yml for the owner of the repository, whom GitHub's workflows name.
-OWNER = "OWNER"
+# The placeholder in the README for the owner and the name of the repository.
+PLACEHOLDER = "OWNER/cookiecutter-tensorflow-ctl"
 _FENCE = re.compile(r"^([ ]*)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 # The target of a link, in Markdown and in HTML.
 _TARGET = re.compile(r'(?P<before>\]\(|(?:href|src|srcset)=")(?P<target>[^)"\s]+)(?P<after>[)"])')
@@ -45,10 +45,16 @@ class BrokenLink(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Ignores the tags of mkdocs.yml, which name Python objects."""
+    """Reads ``!ENV [VARIABLE, default]`` as MkDocs does, and ignores names of Python objects."""
 
 
-_Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+def _read_variable(loader: _Loader, node: yaml.SequenceNode) -> str:
+    name, default = map(str, loader.construct_sequence(node))
+    return os.environ.get(name, default)
+
+
+_Loader.add_multi_constructor("tag:", lambda loader, suffix, node: None)
+_Loader.add_constructor("!ENV", _read_variable)
 
 
 def read_config() -> dict[str, Any]:
@@ -68,10 +74,9 @@ def list_pages(navigation: Navigation) -> list[str]:
 
 
 def read_repository_url() -> str:
-    """Returns the URL of the repository from mkdocs.yml, with the owner if GitHub names them."""
+    """Returns the URL of the repository, which the pages of the site link to."""
     url: str = read_config()["repo_url"]
-    owner = os.environ.get("GITHUB_REPOSITORY_OWNER", OWNER)
-    return url.replace(OWNER, owner)
+    return url
 
 
 def list_documents() -> dict[str, str]:
@@ -101,6 +106,7 @@ class Document:
     def render(self) -> str:
         """Returns the text of the page."""
         text = (ROOT / self.path).read_text("utf-8")
+        text = text.replace(PLACEHOLDER, "/".join(self.repository.split("/")[-2:]))
         return "".join(
             part if is_code else _TARGET.sub(self._rewrite, part)
             for part, is_code in split_code(text)
@@ -148,7 +154,7 @@ def main() -> int:
     pages = list_documents()
     repository = read_repository_url()
     shutil.rmtree(STAGED, ignore_errors=True)
-    STAGED.mkdir(parents=True)
+    shutil.copytree(ROOT / "docs" / "assets", STAGED / "assets")
     problems = []
     for path, page in pages.items():
         document = Document(path, pages, repository)

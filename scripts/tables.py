@@ -20,7 +20,7 @@ from ctl_core.hooks.spec import Argument, Form, HookSpec, Place
 from ctl_core.hooks.table import COMMON_ARGUMENTS, TABLE
 from ctl_core.run.settings import SETTINGS, Config
 from scripts.gallery import write_gallery
-from scripts.python_api import write_python_api
+from scripts.python_api import format_call, write_python_api
 from scripts.stage_docs import Navigation, list_documents, read_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,13 +29,6 @@ RUNS = {
     Place.SETUP: "Runs before training.",
     Place.GRAPH: "Runs in the graph, on each replica.",
     Place.HOST: "Runs on the host, between two steps.",
-}
-# How a hook is written in callbacks.py, by its form.
-SIGNATURES = {
-    Form.FUNCTION: "{name}({arguments})",
-    Form.FUNCTIONS: "{name}({arguments})",
-    Form.SCHEDULE: "{name} = {{N: function}}  # function({arguments})",
-    Form.NAMES: '{name} = ["name", "another name"]',
 }
 HOOKS = """\
 # Hook reference
@@ -66,11 +59,13 @@ def format_table(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def list_hooks() -> Iterable[tuple[str, ...]]:
-    """Yields the name of each hook, where it runs, its purpose, and its default."""
-    yield "hook", "runs", "purpose", "default"
+    """Yields the name of each hook, where it runs, and its purpose."""
+    yield "hook", "runs", "purpose"
     for spec in TABLE:
-        default = "required" if spec.is_required else spec.default
-        yield f"[`{spec.name}`](#{spec.name})", spec.place.value, spec.purpose, default
+        purpose = spec.purpose
+        if spec.is_required:
+            purpose = f"**Required.** {purpose}"
+        yield f"[`{spec.name}`](#{spec.name})", spec.place.value, purpose
 
 
 def list_arguments(arguments: Iterable[Argument], kind: str) -> Iterable[tuple[str, ...]]:
@@ -81,12 +76,19 @@ def list_arguments(arguments: Iterable[Argument], kind: str) -> Iterable[tuple[s
         yield f"`{argument.name}`", f"{argument.type}{shape}", argument.meaning
 
 
+def format_signature(spec: HookSpec) -> str:
+    """Returns a hook with all arguments that it may name, as code."""
+    if spec.form is Form.NAMES:
+        return f'{spec.name} = ["a name", "another name"]'
+    if spec.form is Form.SCHEDULE:
+        return f"{spec.name} = {{N: function}}\n{format_call('function', spec.argument_names)}"
+    return format_call(spec.name, spec.argument_names)
+
+
 def describe_hook(spec: HookSpec) -> Iterable[str]:
     """Yields the paragraphs of the reference about one hook."""
     yield f"## {spec.name}\n"
-    arguments = ", ".join(spec.argument_names)
-    signature = SIGNATURES[spec.form].format(name=spec.name, arguments=arguments)
-    yield f"```python\n{signature}\n```\n"
+    yield f"```python\n{format_signature(spec)}\n```\n"
     yield f"{spec.purpose}. {spec.details}".rstrip() + "\n"
     form = "" if spec.form is Form.FUNCTION else f" It is {spec.form.value}."
     yield f"{RUNS[spec.place]}{form}\n"
