@@ -12,7 +12,7 @@
 # make prove       train, kill and resume in many ways, beside fit and a loop: some minutes
 # make soak        kill runs before each of their file operations, resume them, and compare the bits: an hour
 #                  of a core for KILLS=1200; needs a C compiler and Linux
-# make generated   write the tables of docs and the data of the example digits anew
+# make generated   write the tables of docs, the example blank and the data of the example digits
 # make release VERSION=2.1.0   check the CHANGELOG, set the version, create a tag, print the push command
 # make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"
 # make test-compat     the private names of TensorFlow and Keras, with those that are named:
@@ -97,6 +97,7 @@ soak: $(VENV)/.made
 generated: $(VENV)/.made
 	"$(VENV)/bin/python" -m scripts.tables
 	"$(VENV)/bin/python" -m scripts.make_digits
+	"$(VENV)/bin/python" -m ctl_core hooks --stub > templates/examples/blank.py
 
 release:
 	@"$(PYTHON)" scripts/release.py "$(VERSION)"

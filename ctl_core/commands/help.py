@@ -39,6 +39,10 @@ EXAMPLES = {
     },
     "predict": {"a --input images.npy": "predictions of runs/a"},
     "export": {"a --output models/a": "for TensorFlow Serving"},
+    "hooks": {
+        "grad_pre": "everything about one hook",
+        "--stub": "all hooks as code, with their defaults",
+    },
 }
 _WIDTH = 78
 
@@ -62,19 +66,22 @@ class GroupedFormatter(argparse.RawDescriptionHelpFormatter):
                 super().add_arguments(group)
 
 
-def describe_command(text: str, prefix: str) -> str:
+def describe_command(text: str, prefix: str, has_settings: bool) -> str:
     """Returns the description that the help of a command shows before the flags.
 
     Args:
         text: a short description of the command
         prefix: the prefix of environment variables
+        has_settings: whether the command takes settings of a run
     """
-    return textwrap.fill(
-        f"{text.capitalize()}. Settings come from the defaults, then config.yaml, then the run's "
-        f"saved settings if it exists, then the environment ({prefix}BATCH_SIZE=32), then these "
-        "flags. --hparams.NAME VALUE sets a hyperparameter of your own.",
-        _WIDTH,
-    )
+    description = f"{text[0].upper()}{text[1:]}."
+    if has_settings:
+        description += (
+            " Settings come from the defaults, then config.yaml, then the run's saved settings if "
+            f"it exists, then the environment ({prefix}BATCH_SIZE=32), then these flags. "
+            "--hparams.NAME VALUE sets a hyperparameter of your own."
+        )
+    return textwrap.fill(description, _WIDTH)
 
 
 def list_examples(command: str) -> str:

@@ -215,7 +215,7 @@ CREATE_EVAL_MODEL = HookSpec(
     ),
     arguments=(TRAIN_MODEL,),
     returns="eval_model, callable: output = eval_model(inputs)",
-    default="train_model itself",
+    default="the value of create_model",
     example="""\
 def create_eval_model(train_model):
     average = keras.models.clone_model(train_model)
@@ -233,7 +233,7 @@ CREATE_INFERENCE_MODEL = HookSpec(
         TRAIN_MODEL,
     ),
     returns="inference model, callable: output = inference_model(inputs)",
-    default="model itself",
+    default="the model that is evaluated",
     example="""\
 def create_inference_model(model):
     return lambda inputs: tf.nn.softmax(model(inputs))
@@ -254,7 +254,7 @@ SERVE = HookSpec(
         ),
     ),
     returns="model input",
-    default="as input_pre makes it, from the part of a batch that it uses",
+    default="input_pre, applied to the part of a batch that it uses",
     example="""\
 @tf.function(input_signature=[tf.TensorSpec([None], tf.string)])
 def serve(inputs):
@@ -312,7 +312,7 @@ CREATE_CKPT = HookSpec(
         Argument("ckpt", "tf.train.Checkpoint", "the objects that are saved"),
         Argument("manager", "tf.train.CheckpointManager", "keeps 2 checkpoints or more"),
     ),
-    default="all five, the newest 50",
+    default="all arguments but ckpt_path; the newest 50 checkpoints",
     example="""\
 def create_ckpt(ckpt_path, step, lr, optimizer, train_model):
     ckpt = tf.train.Checkpoint(step=step, lr=lr, optimizer=optimizer, train_model=train_model)
@@ -477,7 +477,7 @@ TRAIN_METRIC_PRE = HookSpec(
     purpose="The arguments of the train metrics' update_state",
     arguments=(LOSS, OUTPUT, BATCH, TRAIN_MODEL, STEP, OBJECTIVE, TURN),
     returns="arguments of update_state, or a dict of such by metric",
-    default="metric_pre; if it returns a dict, the values for the train metrics",
+    default="metric_pre; of a dict that it returns, the values for the train metrics",
     example="""\
 def train_metric_pre(loss):
     return {"mean_loss": loss}
@@ -535,7 +535,7 @@ CREATE_EVAL_DATASET = HookSpec(
         "tf.data.Dataset or reader in Python of batches, the last one may be smaller; or a dict of "
         "such by name"
     ),
-    default="none: no evaluation",
+    default="no evaluation",
     example="""\
 def create_eval_dataset(global_batch_size):
     return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(global_batch_size)

@@ -31,7 +31,7 @@ EXAMPLES: dict[str, tuple[Any, str]] = {
     ),
 }
 # The pictures of a resumed run are the same bytes.
-PICTURES = {"contrastive": "neighbours", "gan": "samples", "diffusion": "samples"}
+PICTURES = {"contrastive": "neighbors", "gan": "samples", "diffusion": "samples"}
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def write_texts(folder: Path) -> list[bytes]:
 def test_rows_hold_each_byte_once(hooks: Any, tmp_path: Path) -> None:
     """Rows, unpacked by their pieces and places, are the texts again."""
     texts = write_texts(tmp_path)
-    rows = hooks.packed(texts)
+    rows = hooks.pack(texts)
     assert {values.shape for values in rows.values()} == {(len(rows["byte"]), 128)}
     pieces = []
     for byte, after, piece, place in zip(*rows.values(), strict=True):
@@ -57,11 +57,11 @@ def test_pieces_of_a_row_do_not_see_each_other(hooks: Any) -> None:
     """A piece gets the same numbers alone as beside others, and does not see what comes."""
     model = hooks.create_model({"width": 8, "layers": 2, "heads": 2})
     texts = [b"the first one", b"another of them", b"and a third"]
-    together = hooks.packed(texts)
+    together = hooks.pack(texts)
     assert len(together["byte"]) == 1
     output = model({name: together[name] for name in ("byte", "piece", "place")})[0].numpy()
     for text in texts:
-        alone = hooks.packed([text])
+        alone = hooks.pack([text])
         expected = model({name: alone[name] for name in ("byte", "piece", "place")})[0].numpy()
         size = len(text) - 1
         (begin,) = (
@@ -92,7 +92,7 @@ def test_writing_goes_on_byte_by_byte(hooks: Any) -> None:
     model = hooks.create_model({"width": 8, "layers": 1, "heads": 2})
     hparams = {"temperature": 1e-6, "written": 6}  # the likeliest byte, whatever is drawn
     for start in ("ab", "y" * 125):  # of which the first bytes slide out
-        whole = hooks.write(model, hooks.serve([start]), hparams)[0].numpy()
+        whole = hooks.generate(model, hooks.serve([start]), hparams)[0].numpy()
         text = b"\n" + start.encode()
         for _ in range(6):
             last = text[-128:]
