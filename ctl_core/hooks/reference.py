@@ -148,15 +148,17 @@ def _read_default_sources() -> dict[str, str]:
             decorators = [f"@{ast.unparse(node)}\n" for node in statement.decorator_list]
             source = ast.get_source_segment(text, statement) or ""
             sources[statement.name] = "".join([*decorators, source])
-            continue
-        target: ast.expr | None = None
-        if isinstance(statement, ast.AnnAssign):
-            target = statement.target
-        elif isinstance(statement, ast.Assign):
-            target = statement.targets[0]
-        if isinstance(target, ast.Name):
-            sources[target.id] = _read_assignment(text, target.id, statement, sources)
+        elif isinstance(statement, ast.AnnAssign | ast.Assign):
+            name = ast.unparse(_find_target(statement))
+            sources[name] = _read_assignment(text, name, statement, sources)
     return sources
+
+
+def _find_target(statement: ast.AnnAssign | ast.Assign) -> ast.expr:
+    """Returns what is assigned to, of several targets the first."""
+    if isinstance(statement, ast.AnnAssign):
+        return statement.target
+    return statement.targets[0]
 
 
 def _read_assignment(
