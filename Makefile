@@ -8,7 +8,7 @@
 # make bench       time the engine beside Keras fit and custom loops on the CPU; DEVICE=gpu: on a GPU
 # make test-gpu    the tests that need a GPU; scripts/on_gpu.py has these, the benchmark and a soak
 # make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
-# make pictures    draw docs/pictures: a run that is killed, and the shapes of the tutorial
+# make pictures    draw docs/pictures: a terminal, a run that is killed, and the shapes of the tutorial
 # make prove       train, kill and resume in many ways, beside fit and a loop: some minutes
 # make soak        kill runs before each of their file operations, resume them, and compare the bits: an hour
 #                  of a core for KILLS=1200; needs a C compiler and Linux

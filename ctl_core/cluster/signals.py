@@ -91,12 +91,11 @@ class Signals:
                 return
             self._announced.add(number)
         name = signal.Signals(number).name
-        text = f"{name}: the run stops after what is running now, and is saved"
+        self._say(f"{name}: the run stops after what is running now, and is saved.")
         if number == signal.SIGINT:
-            text += "; Ctrl-C again, a second or more from now, ends it at once"
+            self._say("Ctrl-C again, a second or more from now, ends it at once.")
         elif self.patience:
-            text += f"; if that does not end within {self.patience:.0f} s, it ends unsaved"
-        self._say(f"{text}.")
+            self._say(f"If that does not end within {self.patience:.0f} s, the run ends unsaved.")
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:  # a child that multiprocessing, for one, has forked

@@ -70,7 +70,7 @@ def share_rows(pieces):
     shared = []
     for piece in sorted(short, key=len, reverse=True):
         for row in shared:
-            if count_inputs([*row, piece]) < LENGTH:
+            if count_inputs([*row, piece]) <= LENGTH:
                 row.append(piece)
                 break
         else:

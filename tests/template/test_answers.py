@@ -90,7 +90,7 @@ FINE = [
 
 @pytest.mark.parametrize(("text", "other"), FINE)
 def test_odd_text_arrives_as_typed(text: str, other: str, render: Render, tmp_path: Path) -> None:
-    """TOML, Markdown and the licence show the texts; every Python file still compiles."""
+    """TOML, Markdown and the license show the texts; every Python file still compiles."""
     answers = {"project_name": text, "description": other, "author": text}
     project = render(tmp_path, project_slug="fine", **answers)
     metadata = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
@@ -115,7 +115,7 @@ def test_without_author_and_description(render: Render, tmp_path: Path) -> None:
     assert "authors" not in metadata
     assert metadata["description"] == ""
     assert "Copyright (c) the authors of My Training\n" in (project / "LICENSE").read_text()
-    assert (project / "README.md").read_text().startswith("# My Training\n\n## ")
+    assert (project / "README.md").read_text().startswith("# My Training\n\nA small ")
 
 
 # ---- From wherever the template is taken it comes out the same, and it can be updated ------------

@@ -99,7 +99,7 @@ def find_tensorflow(requirements: list[Requirement], machine: str, platform: str
 
 
 def test_pyproject_of_each_project(projects: list[Project]) -> None:
-    """It names the right TensorFlow for each machine, the licence, and what own files need."""
+    """It names the right TensorFlow for each machine, the license, and what own files need."""
     for answers, _, _, settings in projects:
         metadata = settings["project"]
         assert metadata.get("license", "none") == answers["license"]
@@ -310,13 +310,21 @@ def test_only_runs_belongs_to_the_user_of_an_image(projects: list[Project]) -> N
 
 
 def test_examples_are_whole() -> None:
-    """Each has settings and says what to expect, most are short; the hook knows all of them."""
+    """Each has settings and five parts for the project's README; the hook knows all of them."""
     hook = (ROOT / "hooks" / "post_gen_project.py").read_text()
     known = re.search(r"EXAMPLES = \((.*?)\)", hook, re.S)
     assert known and [*re.findall(r'"(\w+)"', known[1]), "blank"] == EXAMPLES
     folder = SOURCES / "examples"
-    for name in set(EXAMPLES) - {"digits", "blank"}:
-        assert (folder / f"{name}.yaml").exists() and (folder / f"{name}.md").exists(), name
+    for name in EXAMPLES:
+        assert (folder / f"{name}.yaml").exists() or name == "blank"
+        parts = [
+            part.strip() for part in (folder / f"{name}.md").read_text().split("<!-- part -->\n")
+        ]
+        introduction, output, experiment, usage, _ = parts
+        assert introduction and "ctl_core.load(" in usage, name
+        assert bool(experiment) == (name != "blank"), name
+        # Nobody has trained cifar10_vgg to its end here.
+        assert ("\ndone: step " in output) == (name not in ("blank", "cifar10_vgg")), name
     pictures = [*TEMPLATE.glob("pictures/*/*")]
     assert {path.parent.name for path in pictures} <= set(EXAMPLES)
     assert all(path.suffix == ".png" and path.stat().st_size < 60_000 for path in pictures)
