@@ -49,7 +49,7 @@ demo: $(DEMO_VENV)/.made
 	@"$(DEMO_VENV)/bin/python" scripts/demo_result.py demo/my_training/runs/demo
 
 pictures: demo
-	VENV="$(abspath $(DEMO_VENV))" "$(DEMO_VENV)/bin/python" scripts/pictures.py demo/my_training
+	VENV="$(abspath $(DEMO_VENV))" "$(DEMO_VENV)/bin/python" -m scripts.pictures demo/my_training
 
 check: lint
 	$(PYTEST) -m quick

@@ -20,7 +20,7 @@ import textwrap
 import time
 from pathlib import Path
 
-import terminal
+from scripts import terminal
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PICTURES = DOCS / "pictures"

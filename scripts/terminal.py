@@ -14,7 +14,6 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
 import termios
 import time
@@ -117,6 +116,8 @@ def record(
     frames: list[Frame] = []
     start = time.monotonic()
     for command in commands:
+        if screen.column > 0:
+            screen.write("\n")
         screen.write(f"{PROMPT}{command.text}\n")
         frames.append(Frame(time.monotonic() - start, tuple(screen.lines)))
         for text in read_output(command, folder, environment):
@@ -145,9 +146,8 @@ def read_output(command: Command, folder: Path, environment: Mapping[str, str]) 
         text = content.decode(errors="replace")
         seen += text
         if waits_for is not None and waits_for in seen:
-            os.kill(process, signal.SIGINT)
+            os.write(terminal, b"\x03")
             waits_for = None
-            text += "^C"
         yield text
     os.close(terminal)
     os.waitpid(process, 0)

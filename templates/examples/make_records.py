@@ -9,6 +9,7 @@ a row's contents, decides: an example stays in its split when you add others.
 
 import contextlib
 import csv
+import os
 import random
 import sys
 import tempfile
@@ -87,7 +88,8 @@ def write_records(examples, output):
         except OSError:
             if not output.exists():  # otherwise, another process of a cluster was first
                 raise
-    print(f"{output}: {', '.join(f'{counts[split]} of {split}' for split in SPLITS)}")
+    sizes = ", ".join(f"{counts[split]} of {split}" for split in SPLITS)
+    print(f"{os.path.relpath(output)}: {sizes}")
 
 
 def write_files(examples, folder):

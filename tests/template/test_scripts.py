@@ -1,5 +1,6 @@
 """What scripts/ makes is what stands there; which Pythons are allowed is said alike everywhere."""
 
+import os
 import re
 import runpy
 import sys
@@ -7,12 +8,14 @@ import tomllib
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+from scripts import terminal
 from scripts.tables import DOCS, PAGES, TABLES
 from tests.helpers.rendering import ROOT, TEMPLATE
 
@@ -110,3 +113,22 @@ def test_everything_says_the_same_range(pythons: dict[str, Any], digits: Path) -
     steps = workflow["jobs"]["test"]["steps"]
     (setup,) = [step["with"] for step in steps if "setup-python" in step.get("uses", "")]
     assert setup["python-version-file"] == "pyproject.toml" and "python-version" not in setup
+
+
+def test_recording_of_a_terminal(tmp_path: Path) -> None:
+    """Lines that are written over are shown for their time, and the last ones stay."""
+    loop = "for i in 1 2; do printf '\\r\\033[2Kstep %s <' $i; sleep 0.3; done; sleep 60; echo late"
+    commands = [terminal.Command(loop, interrupt_at="step 2"), terminal.Command("echo end")]
+    frames = terminal.record(commands, tmp_path, os.environ)
+    last = ("step 2 <^C", "$ echo end", "end", "")
+    assert frames[-1].lines == (f"$ {loop[:78]}", loop[78:], *last)
+
+    shortened = terminal.shorten(frames)
+    picture = ElementTree.fromstring(terminal.draw(shortened, "A & B"))
+    shown = {}
+    for text in picture.iter("{http://www.w3.org/2000/svg}text"):
+        shown[text.text] = text.get("visibility")
+    assert shown["step 1 <"] == "hidden"
+    stays = [line for line in frames[-1].lines if line]
+    assert [shown[line] for line in stays] == [None] * len(stays)
+    assert [frame.time for frame in shortened] == sorted(frame.time for frame in shortened)
