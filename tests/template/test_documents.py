@@ -150,7 +150,7 @@ def test_every_command_is_run_or_marked() -> None:
     for page in SECTIONS:  # tests/examples trains them on little
         assert read_commands(page) == [], f"{page}: mark it"
     wanted = {page.name: shell_commands(page) for page in GUIDES if page != PROJECTS}
-    assert len(wanted.pop("README.md")) == 3  # test_commands_in_a_shell
+    assert len(wanted.pop("README.md")) == 4  # test_commands_in_a_shell
     assert not any(wanted.values()), f"run them in a test, or mark them: {wanted}"
     assert shell_commands(PROJECTS) == ["./train.sh --workers 2"]
 
@@ -225,14 +225,17 @@ def test_commands_in_a_project(
 
 @pytest.mark.slow
 def test_commands_in_a_shell(tmp_path: Path, environment: dict[str, str]) -> None:
-    """As on a new machine; uvx runs the cookiecutter that is installed here."""
+    """As on a new machine, from this folder; uvx runs the cookiecutter that is installed here."""
     (tmp_path / "uvx").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m "$@"\n')
     (tmp_path / "uvx").chmod(0o755)
     more = {"HOME": str(tmp_path), "VIRTUAL_ENV": sys.prefix}
     more["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    url = "gh:OWNER/cookiecutter-tensorflow-ctl"
+    commands = "\n".join(shell_commands(ROOT / "README.md"))
+    assert url in commands
     done = subprocess.run(
-        ["bash", "-euxc", "\n".join(shell_commands(ROOT / "README.md"))],
-        cwd=ROOT,
+        ["bash", "-euxc", commands.replace(url, shlex.quote(str(ROOT)))],
+        cwd=tmp_path,
         env=environment | more,
         input="\n" * 20,  # cookiecutter's questions get their defaults
         capture_output=True,
@@ -240,7 +243,7 @@ def test_commands_in_a_shell(tmp_path: Path, environment: dict[str, str]) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = list((tmp_path / "projects" / "my_training" / "runs").iterdir())
+    runs = list((tmp_path / "my_training" / "runs").iterdir())
     assert [path for path in runs if (path / "worker-1.log").exists()]
     for run in runs:
         assert {"config.yaml", "train.log", "metrics.jsonl", "ckpt", "tb"} <= set(os.listdir(run))
