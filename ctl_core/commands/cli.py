@@ -38,8 +38,8 @@ _File = Annotated[FilePath, AfterValidator(os.path.abspath)]
 _OPTIONS: dict[str, Any] = {
     "config": (list[str] | None, declare(None, "settings file; repeat the flag for more")),
     "continue": (bool, declare(False, "resume a run that a hook has ended (StopTraining)")),
-    "check": (bool, declare(False, "try everything once, in a temporary folder")),
-    "background": (bool, declare(False, "go on without the terminal, once a step was taken")),
+    "check": (bool, declare(False, "try every hook once, in a temporary folder")),
+    "background": (bool, declare(False, "keep running without the terminal, after a step")),
     "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
     "checkpoint": (
         CheckpointName,

@@ -53,6 +53,11 @@ class GroupedFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
 
+    def _get_help_string(self, action: argparse.Action) -> str:
+        """Returns the help of a flag; a default that means "not set" is left out."""
+        text = super()._get_help_string(action) or ""
+        return text.removesuffix(" (default: null)").removesuffix(" (default: False)")
+
     def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
         """Adds the flags of an argparse group, which contains all flags."""
         flags = {action.dest.replace("-", "_"): action for action in actions}

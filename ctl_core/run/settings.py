@@ -117,10 +117,10 @@ class Config:
     """
 
     steps: Count | None = declare(None, "train until this step, counted from the run's start")
-    epochs: Count | None = declare(None, "the same in passes over the training data")
+    epochs: Count | None = declare(None, "train for this many passes over the training data")
     overfit_batches: Count = declare(0, "train on the first N global batches alone, over and over")
-    batch_size: Number = declare(64, "global batch size, shared out over the replicas")
-    accumulate_steps: Number = declare(1, "micro-batches of an update, to save memory, not time")
+    batch_size: Number = declare(64, "global batch size, divided among the replicas")
+    accumulate_steps: Number = declare(1, "micro-batches per update; saves memory, not time")
     logical_replicas: Number | None = declare(
         None, "shares of a batch: the same bits on any number of devices or processes; slower"
     )
@@ -132,30 +132,34 @@ class Config:
     jit_compile: bool | Literal["auto"] = declare(
         "auto", "compile steps with XLA; auto: on a single GPU, if it can", "auto"
     )
-    on_nan: Literal["stop", "warn", "ignore"] = declare("warn", "at a NaN or infinite loss")
+    on_nan: Literal["stop", "warn", "ignore"] = declare(
+        "warn", "what to do at a NaN or infinite loss"
+    )
     detect_anomaly: bool = declare(False, "name the first op that gives NaN or infinity; slower")
     learning_rate: float = declare(0.001, "initial value of lr", gt=0, lt=1e30)
     lr_schedule: _Schedule = declare("constant", "how lr falls until the last step")
     warmup: Count = declare(0, "steps in which lr first rises to learning_rate")
     ema: float | None = declare(None, "use averages of weights, decay such as 0.999", gt=0, lt=1)
     seed: int = declare(0, "seeds Python, NumPy, TensorFlow and Keras", ge=0, lt=2**32)
-    run_name: _Name | None = declare(None, "folder in runs_dir; one that is there goes on", "wide")
-    fork: FilePath | None = declare(None, "go on from a run as a new one: a, a@300 or a@best")
+    run_name: _Name | None = declare(None, "name of the run; an existing one resumes", "wide")
+    fork: FilePath | None = declare(None, "continue a run as a new one: a, a@300 or a@best")
     init_from: FilePath | None = declare(None, "weights of a run, Keras file or SavedModel")
     init_skip: list[str] | None = declare(
         None, "paths of variables that init_from leaves out; again for more", "head/*"
     )
     ckpt_every: _PeriodOrTime = declare(1000, "save every N steps, 1epoch or 10min", "10min")
-    eval_every: _Period = declare(1000, "evaluate every N steps (0: at its end), 1epoch", "1epoch")
-    eval_batch_size: Number | None = declare(None, "that of evaluations; null: as for training")
+    eval_every: _Period = declare(1000, "evaluate every N steps or 1epoch; 0: at the end", "1epoch")
+    eval_batch_size: Number | None = declare(None, "batch size of evaluations; null: batch_size")
     limit_eval: Number | None = declare(None, "evaluate the first N batches of each set only")
     max_time: _Time | None = declare(None, "stop and save after this time", "7h30m")
-    log_every: Number = declare(100, "write create_train_metrics every N steps, and begin anew")
+    log_every: Number = declare(100, "write and reset the training metrics every N steps")
     log_seconds: float = declare(
         10.0, "seconds between lines of progress in a log or a pipe", gt=0, lt=1e6
     )
     keep: Number = declare(50, "number of the newest checkpoints that are kept")
-    keep_best: _Best | None = declare(None, "keep the best by METRIC or METRIC:max", "loss")
+    keep_best: _Best | None = declare(
+        None, "keep the best checkpoint, by METRIC or METRIC:max", "loss"
+    )
     early_stop: _Patience | None = declare(
         None,
         "METRIC:N, or METRIC:max:N: end when it has not become better for N evaluations",
@@ -164,7 +168,7 @@ class Config:
     strategy: _Strategy = declare("auto", "auto: the cluster of TF_CONFIG, else all GPUs")
     virtual_devices: Number = declare(1, "split the CPU, to try multi-GPU code on a laptop")
     workers: Number = declare(1, "train in a cluster of N processes here", lt=2**10)
-    max_restarts: Count = declare(3, "starts of that cluster after a crash of a worker")
+    max_restarts: Count = declare(3, "restarts of that cluster after a worker has crashed")
     stall_seconds: Count = declare(
         120, "say where training hangs if nothing ends for N seconds; 0: never"
     )
@@ -174,9 +178,11 @@ class Config:
     mirror: _Place | None = declare(
         None, "URL or path where checkpoints are copied, to outlive this machine", "s3://bucket/x"
     )
-    mirror_keep: Number = declare(3, "newest checkpoints there; the best one is kept, too")
+    mirror_keep: Number = declare(3, "newest checkpoints kept there, besides the best")
     callbacks: FilePath = declare("callbacks.py", "Python file with the hooks")
-    listener: _Class | None = declare(None, "a class that hears what a run says", "tracker.Tracker")
+    listener: _Class | None = declare(
+        None, "class that is told about each event of a run", "tracker.Tracker"
+    )
     debug: bool = declare(False, "show tracebacks and TensorFlow's own messages")
     hparams: dict[str, Any] = Field(
         default_factory=dict, description="values of your own: --hparams.width 64"
@@ -310,7 +316,9 @@ def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
     other = wrong["msg"].replace("Input should be", "expected").removeprefix("expected ")
     expected = next(kinds, other).format(**details)
     examples = settings[name].examples
-    if examples:
+    if examples and wrong["type"] == "string_pattern_mismatch":
+        expected = f"a value such as {examples[0]}"
+    elif examples:
         expected += f", or such as {examples[0]}"
     return f"{name}: expected {expected}, got {quote(wrong['input'])}."
 
