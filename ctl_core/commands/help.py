@@ -53,13 +53,15 @@ class GroupedFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
 
-    def _get_help_string(self, action: argparse.Action) -> str:
-        """Returns the help of a flag; a default that means "not set" is left out."""
-        text = super()._get_help_string(action) or ""
-        return text.removesuffix(" (default: null)").removesuffix(" (default: False)")
-
     def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
-        """Adds the flags of an argparse group, which contains all flags."""
+        """Adds the flags of an argparse group, which contains all flags.
+
+        Defaults that mean "not set" are left out of their help.
+        """
+        actions = list(actions)
+        for action in actions:
+            for unset in (" (default: null)", " (default: False)"):
+                action.help = (action.help or "").removesuffix(unset)
         flags = {action.dest.replace("-", "_"): action for action in actions}
         grouped = {name for names in GROUPS.values() for name in names}
         super().add_arguments([action for name, action in flags.items() if name not in grouped])
