@@ -180,6 +180,29 @@ def test_commands_in_sentences_and_of_marked_blocks_are_understood(
     assert seen > 9
 
 
+def test_program_for_a_table_in_a_projects_readme_learns(
+    digits: Path,
+    cli: Cli,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """It trains on a table as the text describes it: with the project's settings, and as it is."""
+    programs = re.findall(
+        r"^```python\n(.*?)^```$", (digits / "README.md").read_text(), re.M | re.S
+    )
+    (program,) = (text for text in programs if "table.csv" in text)
+    (tmp_path / "callbacks.py").write_text(program)
+    (tmp_path / "config.yaml").write_text((digits / "config.yaml").read_text())
+    random = np.random.default_rng(0)
+    numbers = random.normal([100.0, -3.0], [10.0, 0.1], size=(500, 2))
+    label = (numbers[:, 0] > 100.0) * 2 + (numbers[:, 1] > -3.0)
+    table = np.column_stack([numbers, label])
+    np.savetxt(tmp_path / "table.csv", table, "%g", ",", header="length,width,kind", comments="")
+    outcome = cli(None, command=("train", "--run-name", "a", "--steps", "200"))
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    (accuracy,) = re.findall(r"^step 200/200  eval: .*accuracy ([\d.]+)", outcome.out, re.M)
+    assert float(accuracy) > 0.9
+
+
 def test_targets_of_make_exist() -> None:
     """Marked blocks name some, and the text between."""
     text = "\n".join(page.read_text("utf-8") for page in (*DOCUMENTS, ROOT / "CONTRIBUTING.md"))
