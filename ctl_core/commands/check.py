@@ -83,7 +83,7 @@ def check(callbacks: Callbacks, config: Config) -> State:
     prepare(dataclasses.replace(config, virtual_devices=max(DEVICES, config.virtual_devices)))
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
     with temporary as folder:
-        console.print(f"check of {name}: all of it in a temporary folder, which is removed.")
+        console.print("check: everything is in a temporary folder, which is removed at the end.")
         config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
         # With fresh weights.
         config = dataclasses.replace(config, fork=None, init_from=None, init_skip=None)

@@ -268,8 +268,8 @@ CREATE_LOSS = HookSpec(
     purpose="The loss, one number per example or their sum",
     details="The engine divides the sum by the global batch size: never return a mean.",
     returns=(
-        "train_loss of one argument, loss_input; of Keras, lambda pair: loss(pair[1], pair[0]) "
-        'with reduction="sum" or "none"'
+        "train_loss, a function of one argument, loss_input; for a Keras loss with "
+        'reduction="sum" or "none": lambda pair: loss(pair[1], pair[0])'
     ),
     example="""\
 def create_loss():
