@@ -35,6 +35,7 @@ try:
     from ctl_core.cluster.signals import INTERRUPTED
     from ctl_core.cluster.task import LONGEST, Task, read_task
     from ctl_core.commands.cli import COMMANDS, Command, parse_command
+    from ctl_core.commands.stub import format_hook_stub, format_stub
     from ctl_core.hooks.callbacks_file import (
         HooksFile,
         check_compiles,
@@ -105,12 +106,14 @@ def _print_usage() -> None:
     print("\n<command> --help shows its settings.")
 
 
-def _print_hooks(name: str | None) -> None:
-    """Prints the reference of a hook, or the table of all hooks."""
+def _print_hooks(name: str | None, is_stub: bool) -> None:
+    """Prints all hooks, or everything about one; a stub is the code of defaults and examples."""
     if name is None:
-        print(format_table(), end="")
+        text = format_stub() if is_stub else format_table()
     else:
-        print(format_hook(find_spec(name)), end="")
+        spec = find_spec(name)
+        text = format_hook_stub(spec) if is_stub else format_hook(spec)
+    print(text, end="")
 
 
 def _describe_failure(error: BaseException) -> tuple[int, str]:
@@ -145,7 +148,7 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
         is_supervised: whether a supervisor has started this process
     """
     if command.name == "hooks":
-        _print_hooks(command.options["hook"])
+        _print_hooks(command.options["hook"], command.options["stub"])
         return 0
     config = command.config
     is_training = command.name == "train"

@@ -1,8 +1,8 @@
-"""Draws the pictures in docs/pictures (make pictures).
+"""Draws docs/pictures (make pictures): terminal.svg, run.svg, and the tutorial's shapes.
 
-``run.svg`` shows the console output and the loss curve of a run that was killed. To draw it, the
-script trains the project of the demo again, kills this run, and resumes it on four devices.
-``shapes.png`` shows the first shapes that the script in the tutorial draws.
+terminal.svg is a recording of two commands: the first one is interrupted, the second one resumes.
+run.svg is a run next to its curve: it trains the demo's project again, kills that run, and resumes
+it on four devices. The shapes are the first that the tutorial's own script draws.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import textwrap
 import time
 from pathlib import Path
 
+from scripts import terminal
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PICTURES = DOCS / "pictures"
 KILLED = 350
@@ -31,6 +33,18 @@ WIDTH = 980
 HEIGHT = 340
 LEFT, RIGHT, TOP, BOTTOM = 570, 955, 45, 290  # the ends of the axes of the curve
 LOSSES = (1.0, 0.1, 0.01)
+
+
+def draw_terminal(project: Path) -> str:
+    """Returns the recording of a run that is interrupted and resumed, SVG."""
+    command = "./train.sh --run-name a"
+    if (project / "runs" / "a").exists():
+        raise SystemExit(f"error: there is a run in {project}/runs/a; remove it")
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    commands = [terminal.Command(command, "step 300/600"), terminal.Command(command)]
+    frames = terminal.record(commands, project, environment)
+    title = "A terminal: a run is stopped by Ctrl-C at about step 300; the same command resumes it."
+    return terminal.draw(terminal.shorten(frames), title)
 
 
 def train_and_kill(project: Path) -> list[str]:
@@ -61,14 +75,8 @@ def read_losses(run: Path, split: str) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if line["split"] == split]
 
 
-def draw(terminal: list[str], whole: Path, killed: Path) -> str:
-    """Returns run.svg.
-
-    Args:
-        terminal: the lines of the console output
-        whole: the folder of the uninterrupted run
-        killed: the folder of the run that was killed and resumed
-    """
+def draw(lines: list[str], whole: Path, killed: Path) -> str:
+    """Returns the picture, SVG."""
     steps = max(step for step, _ in read_losses(whole, "train"))
 
     def place(step: int, loss: float) -> tuple[float, float]:
@@ -88,8 +96,8 @@ def draw(terminal: list[str], whole: Path, killed: Path) -> str:
         f'<rect x="10" y="10" width="510" height="{HEIGHT - 20}" rx="8" fill="#161b22"/>',
         '<g font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve">',
     ]
-    lines = [piece for line in terminal for piece in textwrap.wrap(line, LETTERS)]
-    for number, line in enumerate(lines):
+    rows = [row for line in lines for row in textwrap.wrap(line, LETTERS)]
+    for number, line in enumerate(rows):
         bright = line[0] == "$" or line == "Killed"
         shapes.append(write(25, 36 + 19 * number, line, "#7ee787" if bright else "#e6edf3"))
     shapes.append('</g><g font-family="system-ui, sans-serif">')
@@ -136,10 +144,11 @@ def draw_shapes() -> None:
 
 
 def main(project: Path) -> None:
-    """Draws all pictures; ``project`` is the folder of the demo's project."""
-    terminal = train_and_kill(project)
+    """Draws the run ``demo`` of a project, and one in two parts."""
     PICTURES.mkdir(exist_ok=True)
-    drawn = draw(terminal, project / "runs" / "demo", project / "runs" / RUN)
+    (PICTURES / "terminal.svg").write_text(draw_terminal(project), "utf-8")
+    lines = train_and_kill(project)
+    drawn = draw(lines, project / "runs" / "demo", project / "runs" / RUN)
     (PICTURES / "run.svg").write_text(drawn, "utf-8")
     draw_shapes()
 

@@ -99,12 +99,13 @@ class Signals:
                 return
             self._announced.add(number)
         name = signal.Signals(number).name
-        text = f"{name}: the run stops and is saved as soon as the current steps have ended"
+        self._say(f"{name}: the run stops and is saved as soon as the current steps have ended.")
         if number == signal.SIGINT:
-            text += "; press Ctrl-C again, a second or more from now, to end it at once"
+            self._say("Press Ctrl-C again, a second or more from now, to end it at once.")
         elif self.patience:
-            text += f"; if that takes longer than {self.patience:.0f} s, it ends without saving"
-        self._say(f"{text}.")
+            self._say(
+                f"If that takes longer than {self.patience:.0f} s, the run ends without saving."
+            )
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:  # in a forked child process, as of multiprocessing

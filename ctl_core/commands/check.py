@@ -90,9 +90,7 @@ def check(callbacks: Callbacks, config: Config) -> State:
     prepare(dataclasses.replace(config, virtual_devices=max(DEVICES, config.virtual_devices)))
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
     with temporary as folder:
-        console.print(
-            f"check of {name}: everything runs in a temporary folder, which is removed afterwards."
-        )
+        console.print("check: everything is in a temporary folder, which is removed at the end.")
         config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
         # The check trains from scratch.
         config = dataclasses.replace(config, fork=None, init_from=None, init_skip=None)

@@ -39,7 +39,7 @@ _File = Annotated[FilePath, AfterValidator(os.path.abspath)]
 OPTIONS: dict[str, Any] = {
     "config": (list[str] | None, declare(None, "settings file; repeat the flag for more")),
     "continue": (bool, declare(False, "resume a run that a hook ended with StopTraining")),
-    "check": (bool, declare(False, "try everything once, in a temporary folder")),
+    "check": (bool, declare(False, "try every hook once, in a temporary folder")),
     "background": (bool, declare(False, "continue in the background after the first step")),
     "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
     "checkpoint": (
@@ -51,7 +51,8 @@ OPTIONS: dict[str, Any] = {
     "dataset": (str | None, declare(None, "which dataset, if create_eval_dataset returns several")),
     "include": (list[str] | None, declare(None, "also write this entry of the batches, as label")),
     "output": (_File | None, declare(None, "where to write; null: in the run's folder")),
-    "hook": (str | None, declare(None, "the hook to explain; null: the table of all")),
+    "hook": (str | None, declare(None, "the hook to explain; null: the list of all")),
+    "stub": (bool, declare(False, "print callbacks.py with all hooks, to begin from")),
 }
 _COMMON_SETTINGS = ("run_name", "runs_dir", "callbacks", "batch_size", "debug", "hparams")
 
@@ -89,8 +90,12 @@ COMMANDS = {
     "export": Flags(
         "write a run's model for TensorFlow Serving", ("config", "checkpoint", "output")
     ),
-    "hooks": Flags("print the table of hooks, or all about one hook", ("hook",), ()),
+    "hooks": Flags(
+        "list all hooks, explain one, or print their defaults as code", ("hook", "stub"), ()
+    ),
 }
+# What a command is called with, for those that do not take the name of a run.
+_USAGES = {"train": "[--SETTING VALUE ...]", "hooks": "[HOOK] [--stub]"}
 # The settings that name the code of a run, and its mirror. A fork does not inherit them, because
 # the original run may be somebody else's. Its code is not executed, and nothing is sent to its
 # mirror, unless the project or a flag names them, too.
@@ -400,10 +405,10 @@ def _create_flag_source(command: str, fields: dict[str, Any]) -> Any:
         cli_parse_none_str="null",
         formatter_class=GroupedFormatter,
     )
-    run_name = "" if command == "train" else "[NAME] "
-    source.root_parser.description = describe_command(COMMANDS[command].text, ENV_PREFIX)
+    text, _, settings = COMMANDS[command]
+    source.root_parser.description = describe_command(text, ENV_PREFIX, bool(settings))
     source.root_parser.epilog = list_examples(command)
-    source.root_parser.usage = f"%(prog)s {run_name}[--SETTING VALUE ...]"
+    source.root_parser.usage = f"%(prog)s {_USAGES.get(command, '[NAME] [--SETTING VALUE ...]')}"
     return source
 
 

@@ -39,6 +39,10 @@ EXAMPLES = {
     },
     "predict": {"a --input images.npy": "predictions of runs/a"},
     "export": {"a --output models/a": "for TensorFlow Serving"},
+    "hooks": {
+        "grad_pre": "everything about one hook",
+        "--stub": "all hooks as code, with their defaults",
+    },
 }
 _WIDTH = 78
 
@@ -50,7 +54,14 @@ class GroupedFormatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=30)
 
     def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
-        """Adds the flags of an argparse group, which contains all flags."""
+        """Adds the flags of an argparse group, which contains all flags.
+
+        Defaults that mean "not set" are left out of their help.
+        """
+        actions = list(actions)
+        for action in actions:
+            for unset in (" (default: null)", " (default: False)"):
+                action.help = (action.help or "").removesuffix(unset)
         flags = {action.dest.replace("-", "_"): action for action in actions}
         grouped = {name for names in GROUPS.values() for name in names}
         super().add_arguments([action for name, action in flags.items() if name not in grouped])
@@ -67,19 +78,22 @@ def capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def describe_command(text: str, prefix: str) -> str:
+def describe_command(text: str, prefix: str, has_settings: bool) -> str:
     """Returns the description that the help of a command shows before the flags.
 
     Args:
         text: a short description of the command
         prefix: the prefix of environment variables
+        has_settings: whether the command takes settings of a run
     """
-    return textwrap.fill(
-        f"{capitalize(text)}. Settings are read from config.yaml, the saved settings of an "
-        f"existing run, the environment ({prefix}BATCH_SIZE=32) and these flags; later ones "
-        "override earlier ones. --hparams.NAME VALUE sets a hyperparameter.",
-        _WIDTH,
-    )
+    description = f"{capitalize(text)}."
+    if has_settings:
+        description += (
+            " Settings are read from config.yaml, the saved settings of an existing run, the "
+            f"environment ({prefix}BATCH_SIZE=32) and these flags; later ones override earlier "
+            "ones. --hparams.NAME VALUE sets a hyperparameter."
+        )
+    return textwrap.fill(description, _WIDTH)
 
 
 def list_examples(command: str) -> str:

@@ -1,9 +1,10 @@
 """The default of every hook, and the functions that the defaults call.
 
-The default hooks are identical to those in a new callbacks.py, which a test checks. They therefore
-call public functions through the name ``ctl``, even functions of this module such as ``unpack``.
-Although ``ctl_core`` imports this module, the circular import works, because the functions are
-looked up only when a hook runs.
+
+The default hooks are shown to users word for word, by ``python -m ctl_core hooks --stub`` and in
+the documentation. They therefore call public functions through the name ``ctl``, even functions of
+this module such as ``unpack``. Although ``ctl_core`` imports this module, the circular import
+works, because the functions are looked up only when a hook runs.
 """
 
 import contextlib
@@ -195,26 +196,29 @@ def deferred(hook: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-# ---- The hooks: the same text is in templates/examples/blank.py ----------------------------------
+# ---- The hooks, which `python -m ctl_core hooks --stub` prints -----------------------------------
 
 
 def make_batches(dataset):
-    """Makes a last change to the repeated dataset, before the replicas get their shares."""
+    """Returns the dataset, which repeats endlessly, as it is."""
     return dataset
 
 
 def count_examples(batch):
-    """Counts the examples of a batch. In graphs or point sets: tf.shape(labels)[0]."""
+    """Returns the number of rows. Of graphs, it would be tf.shape(labels)[0]."""
     return ctl.leading_dimension(batch)
 
 
 def create_opt(lr):
-    """Creates the optimizer. SGD(lr * 0.1) works, too, and host hooks may call lr.assign(0.01)."""
+    """Creates the optimizer.
+
+    lr is an object, not a number: SGD(lr * 0.1) works, and host hooks may call lr.assign(0.01).
+    """
     return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
 
 
 def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss, config):
-    """Says what a checkpoint holds, and how many checkpoints are kept."""
+    """Returns what a checkpoint holds, and a manager, which keeps the newest."""
     ckpt = tf.train.Checkpoint(
         step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
     )
@@ -222,19 +226,19 @@ def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss, config)
 
 
 def input_pre(batch):
-    """Returns the model's input, from a batch (inputs, targets) or (inputs, targets, weights)."""
+    """Returns the inputs of (inputs, targets) or (inputs, targets, weights)."""
     inputs, _, _ = ctl.unpack(batch)
     return inputs
 
 
 def loss_pre(output, batch):
-    """Returns the argument of train_loss."""
+    """Returns the argument of train_loss: the output and the targets."""
     _, target, _ = ctl.unpack(batch)
     return output, target
 
 
 def grad_pre(loss, batch, train_model):
-    """Returns the loss of each example, terms that do not depend on the batch, and variables."""
+    """Returns the loss per example, the regularization, and the variables."""
     return (
         ctl.weighted(loss, batch),
         ctl.regularization(train_model),
@@ -243,7 +247,8 @@ def grad_pre(loss, batch, train_model):
 
 
 def update_pre(gradients):
-    """Returns the gradients to apply and those to display; they are summed over all replicas."""
+    """Returns the gradients to apply, which are clipped, and those to show."""
+    # They are sums over all replicas.
     gradients = [ctl.nan_to_zero(gradient) for gradient in gradients]
     clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
     return clipped, gradients
@@ -251,12 +256,12 @@ def update_pre(gradients):
 
 @ctl.deferred
 def print_step(step):
-    """Shows the step. Deferred: it only looks on, and so the engine does not leave the graph."""
+    """Shows the step. Deferred: it only observes, so training does not wait."""
     ctl.show_step(step)
 
 
 def print_loss(step, loss):
-    """Prints the loss, and writes it to TensorBoard and metrics.jsonl."""
+    """Prints the loss, and writes it to metrics.jsonl and TensorBoard."""
     ctl.report(step, loss=loss)
 
 
@@ -266,12 +271,12 @@ turns: list[str] = []
 
 
 def create_train_metrics():
-    """Returns the Keras metrics of training by name: none."""
+    """Returns Keras metrics by name, such as {"mean": keras.metrics.Mean()}."""
     return {}
 
 
 def create_metrics():
-    """Returns the Keras metrics of an evaluation by name, such as {"auc": keras.metrics.AUC()}."""
+    """Returns Keras metrics by name, such as {"auc": keras.metrics.AUC()}."""
     return {}
 
 
@@ -285,5 +290,5 @@ train_metric_pre = metric_pre
 
 
 def eval_pre(loss, batch, train_model):
-    """Returns the loss that an evaluation reports, and terms that do not depend on the batch."""
+    """Returns the loss per example of an evaluation, and the regularization."""
     return ctl.weighted(loss, batch), ctl.regularization(train_model)

@@ -229,7 +229,7 @@ CREATE_EVAL_MODEL = HookSpec(
     ),
     arguments=(TRAIN_MODEL,),
     returns="eval_model, callable: output = eval_model(inputs)",
-    default="train_model itself",
+    default="the value of create_model",
     example="""\
 def create_eval_model(train_model):
     average = keras.models.clone_model(train_model)
@@ -247,7 +247,7 @@ CREATE_INFERENCE_MODEL = HookSpec(
         TRAIN_MODEL,
     ),
     returns="inference model, callable: output = inference_model(inputs)",
-    default="model itself",
+    default="the model that is evaluated",
     example="""\
 def create_inference_model(model):
     return lambda inputs: tf.nn.softmax(model(inputs))
@@ -268,7 +268,7 @@ SERVE = HookSpec(
         ),
     ),
     returns="model input",
-    default="input_pre is applied to the part of a batch that it uses",
+    default="input_pre, applied to the part of a batch that it uses",
     example="""\
 @tf.function(input_signature=[tf.TensorSpec([None], tf.string)])
 def serve(inputs):
@@ -282,8 +282,8 @@ CREATE_LOSS = HookSpec(
     purpose="The loss, one number per example or their sum",
     details="The engine divides the sum by the global batch size, so never return a mean.",
     returns=(
-        "train_loss, a function of one argument, loss_input; with a loss of Keras: lambda "
-        'pair: loss(pair[1], pair[0]) and reduction="sum" or "none"'
+        "train_loss, a function of one argument, loss_input; for a Keras loss with "
+        'reduction="sum" or "none": lambda pair: loss(pair[1], pair[0])'
     ),
     example="""\
 def create_loss():
@@ -326,7 +326,7 @@ CREATE_CKPT = HookSpec(
         Argument("ckpt", "tf.train.Checkpoint", "the objects to save"),
         Argument("manager", "tf.train.CheckpointManager", "keeps at least 2 checkpoints"),
     ),
-    default="saves all of these except ckpt_path, and keeps the newest 50 checkpoints",
+    default="all arguments except ckpt_path; keeps the newest 50 checkpoints",
     example="""\
 def create_ckpt(ckpt_path, step, lr, optimizer, train_model):
     ckpt = tf.train.Checkpoint(step=step, lr=lr, optimizer=optimizer, train_model=train_model)
@@ -500,7 +500,7 @@ TRAIN_METRIC_PRE = HookSpec(
     purpose="The arguments of the train metrics' update_state",
     arguments=(LOSS, OUTPUT, BATCH, TRAIN_MODEL, STEP, OBJECTIVE, TURN),
     returns="arguments of update_state, or a dict of such by metric",
-    default="metric_pre; if it returns a dict, the values for the train metrics",
+    default="metric_pre; of a dict that it returns, the values for the train metrics",
     example="""\
 def train_metric_pre(loss):
     return {"mean_loss": loss}
@@ -558,7 +558,7 @@ CREATE_EVAL_DATASET = HookSpec(
         "tf.data.Dataset or Python reader of batches, of which the last may be smaller; or a "
         "dict of these by name"
     ),
-    default="none: no evaluation",
+    default="no evaluation",
     example="""\
 def create_eval_dataset(global_batch_size):
     return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(global_batch_size)

@@ -342,7 +342,13 @@ def may_have_rows(spec: BatchSpec) -> bool:
     This is the case if their shapes differ in the first dimension, or if all tensors are scalars.
     """
     sizes = _list_sizes(spec)
-    return bool(sizes) and len(sizes - {None}) <= 1
+    return bool(sizes) and len(sizes - {None}) <= 1 and not has_scalars(spec)
+
+
+def has_scalars(spec: BatchSpec) -> bool:
+    """Returns True if elements have a scalar, such as the label of a single example."""
+    shapes = [tensor_spec.shape for tensor_spec in tf.nest.flatten(spec)]
+    return any(shape.rank == 0 for shape in shapes)
 
 
 def has_fixed_count(count_examples: Hook, spec: BatchSpec) -> bool:

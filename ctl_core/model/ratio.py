@@ -128,7 +128,7 @@ def _check_loss(state: State, objective: str, ratio: float, console: Console) ->
     if _MIN_RATIO_OF_MEAN <= ratio <= _MAX_RATIO_OF_MEAN:
         raise hook.reject(
             f"{loss} is a mean: {evidence}; return one number per example (Keras: "
-            "reduction='none', of targets [b, 1])."
+            "reduction='none', targets [b, 1])."
         )
     if _MIN_RATIO_OF_MEAN <= ratio <= _MAX_RATIO_OF_WHOLE:
         console.warn(

@@ -218,14 +218,14 @@ class TrainingLog(Listener):
         if entry in text:
             return
         env = json.loads((folder / "env.json").read_text())
-        commit = "no commit"
+        commit = "without a git commit"
         if env["commit"]:
-            commit = f"commit {env['commit'][:10]}"
+            commit = f"from commit {env['commit'][:10]}"
         settings = [f"{name} {quote(value, 40)}" for name, value in find_changes(config).items()]
         entry += f"- Settings: {', '.join(settings) or 'the defaults'}\n"
-        entry += f"- {time.strftime('%F %H:%M')}: started, {commit}"
+        entry += f"- {time.strftime('%F %H:%M')}: started {commit}"
         if env["dirty"]:
-            entry += " with changes"
+            entry += ", with uncommitted changes"
         self._append(f"{entry}\n")
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:

@@ -369,7 +369,9 @@ def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
     other = wrong["msg"].replace("Input should be", "expected").removeprefix("expected ")
     expected = next(kinds, other).format(**details)
     examples = settings[name].examples
-    if examples:
+    if examples and wrong["type"] == "string_pattern_mismatch":
+        expected = f"a value such as {examples[0]}"
+    elif examples:
         expected += f", or such as {examples[0]}"
     return f"{name}: expected {expected}, got {quote(wrong['input'])}."
 

@@ -123,7 +123,7 @@ def describe_end(state: State, start: int) -> list[str]:
     run_name = Path(state.run_dir).name
     if state.stopped_by is not None:
         name = signal.Signals(state.stopped_by).name
-        ending = f"stopped by {name}, saved; to continue from here: --run-name {run_name}"
+        ending = f"stopped by {name}, saved"
     elif state.ended:
         ending = "ended early"
     else:
@@ -132,7 +132,7 @@ def describe_end(state: State, start: int) -> list[str]:
     duration = f"{state.step - start} steps in {all_seconds:.1f} s"
     other_seconds = all_seconds - state.clock.measure_training()
     if other_seconds > 0.1:
-        duration += f", including {other_seconds:.1f} s of evaluations and checkpoints"
+        duration += f" ({other_seconds:.1f} s evaluating and saving)"
     facts = [f"step {state.step}", duration]
     peak = read_peak_memory(state.strategy.extended.worker_devices)
     if peak is not None:
@@ -145,10 +145,12 @@ def describe_end(state: State, start: int) -> list[str]:
             result += f"; the best checkpoint is the one of step {best_step}"
         lines.append(f"{result}.")
     run = relative_path(state.run_dir)
-    next_commands = [f"tensorboard --logdir {Path(run).parent}"]
+    lines.append(f"Everything is in {run}. Next, for example:")
+    if state.stopped_by is not None:
+        lines.append(f"  ./train.sh --run-name {run_name}  # resumes it")
+    lines.append(f"  tensorboard --logdir {Path(run).parent}")
     if state.evaluation is not None:
-        next_commands.append(f"python -m ctl_core evaluate {run_name}")
-    lines.append(f"Everything is in {run}. Next: {', or '.join(next_commands)}")
+        lines.append(f"  python -m ctl_core evaluate {run_name}")
     return lines
 
 

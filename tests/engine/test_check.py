@@ -266,7 +266,8 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
         "done",
     ]
     printed = capsys.readouterr().out
-    assert printed.startswith("check of run: ") and "\ncheck: all well, " in printed
+    assert printed.startswith("check: everything is in a temporary folder")
+    assert "\ncheck: all well, " in printed
     for pattern in (
         "a step and an evaluation on one and on 3 devices were compared",
         "73 parameters to train",

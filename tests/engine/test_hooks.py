@@ -1,5 +1,6 @@
 """Tests of hooks: the effect of overriding them, their defaults, and hooks in the documentation."""
 
+import ast
 import functools
 import inspect
 import json
@@ -56,25 +57,82 @@ def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -
         train(hooks, run_name="ends")
 
 
-def test_hook_table_survives_python_without_docstrings() -> None:
-    """The option ``-OO`` of Python removes docstrings, but the table of hooks stays complete."""
+def test_hook_table_survives_python_without_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python leaves them out with ``-OO``; lines fit the terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
     command = [sys.executable, "-OO", "-m", "ctl_core", "hooks"]
-    assert subprocess.check_output(command, cwd=ROOT, text=True) == format_table()
+    text = subprocess.check_output(command, cwd=ROOT, text=True)
+    assert text == format_table()
+    assert max(map(len, text.splitlines())) <= 80
+    assert set(re.findall(r"^  ([a-z_]+)  ", text, re.M)) == SPECS.keys()
 
 
-@pytest.mark.parametrize("stub", ["digits.py", "blank.py"])
-def test_stubs_show_the_defaults(stub: str) -> None:
-    """The stubs contain the exact source of the defaults, so that users see the default code."""
-    text = (ROOT / "templates" / "examples" / stub).read_text()
-    names = {*SPECS, "print_step", "print_loss"} & {*vars(defaults)}
-    names -= {"turns", "create_train_metrics", "train_metric_pre"}  # Few users need these hooks.
-    names -= {"at_step"}  # The engine's default of at_step has a type annotation.
-    names -= {"create_metrics"} if stub == "digits.py" else set()
-    for name in names:
-        assert f"\n{read_default_source(name)}\n" in text, name
-    assert "\nat_step = {}\n" in text
-    for name in ("create_dataset", "create_model", "create_loss", "batch_weight"):
-        assert name in text
+EXAMPLES = sorted((ROOT / "templates" / "examples").glob("*.py"))
+
+
+def test_stub_has_every_hook_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """As code, or as an example in comments; the example blank is the stub."""
+    assert main(["hooks", "--stub"]) == 0
+    stub = capsys.readouterr().out
+    assert stub == (ROOT / "templates" / "examples" / "blank.py").read_text(), "make generated"
+    defined: dict[str, Any] = {}
+    exec(stub, defined)
+    in_comments = re.findall(r"^# (?:def )?(\w+)(?: = |\()", stub, re.M)
+    assert sorted(in_comments) == sorted(SPECS.keys() - defined.keys())
+    for name in SPECS.keys() & defined.keys():
+        assert read_default_source(name).splitlines()[-1] in stub.splitlines(), name
+    assert {"update_pre", "every_steps", "at_step", "create_train_metrics"} < defined.keys()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_stub_of_one_hook(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hooks", name, "--stub"]) == 0
+    part = capsys.readouterr().out
+    assert re.search(rf"^(# )?(def )?{name}( = |\()", part, re.M)
+    main(["hooks", "--stub"])
+    assert part in capsys.readouterr().out
+
+
+def test_training_with_the_stub_has_the_weights_of_the_defaults(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything that the stub defines is there, with the three hooks that are required."""
+    main(["hooks", "--stub"])
+    stub = hooks_of(capsys.readouterr().out, tmp_path)
+    required = {spec.name for spec in SPECS.values() if spec.is_required}
+    assert len(stub) > 10 and not required & stub.keys()
+    plain, written = (
+        train(make_hooks(**hooks), steps=5, log_every=5, run_name=name)
+        for name, hooks in (("plain", {}), ("written", stub))
+    )
+    for expected, weight in zip(
+        plain.train_model.weights, written.train_model.weights, strict=True
+    ):
+        np.testing.assert_array_equal(expected, weight)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_head_of_an_example_lists_its_hooks(example: Path) -> None:
+    """Those that are required and those that it uses, in the docstring, and no other is below."""
+    if example.stem in ("blank", "make_records"):
+        pytest.skip("has all hooks, or none")
+    tree = ast.parse(example.read_text())
+    head = ast.get_docstring(tree) or ""
+    lists = re.search(r"^ *required:(.*?)used here:(.*?)(?:optional:|\n\n)", head, re.M | re.S)
+    assert lists is not None
+    required, used = (re.findall(r"\w+", names) for names in lists.groups())
+    assert required == [spec.name for spec in SPECS.values() if spec.is_required]
+    names: set[str] = set()
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef):
+            names.add(statement.name)
+        elif isinstance(statement, ast.Assign):
+            names |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    assert {*required, *used} == names & SPECS.keys()
+    assert len(used) == len({*used})
+    optional = set(re.findall(r"^ {4}(?:optional:| {9}) +(\w+)  ", head, re.M))
+    assert optional <= SPECS.keys() - names
+    assert set(re.findall(r"ctl_core hooks (\w+)", head)) <= SPECS.keys()
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -182,7 +182,8 @@ def test_training_log_has_an_entry_at_the_start_and_a_line_at_each_end(cli: Cli)
     text = LOG.read_text()
     expected = (
         "# Training log\n\n## runs/a\n\n- Expected: wider helps\n"
-        rf"- Settings: steps 10, batch_size 8, eval_every 4\n- {TIME}: started, no commit\n"
+        r"- Settings: steps 10, batch_size 8, eval_every 4\n"
+        rf"- {TIME}: started without a git commit\n"
         rf"- {TIME}: runs/a stopped at step 6; evaluation of step 4: loss \S+\n"
     )
     assert re.fullmatch(expected, text), text
@@ -447,10 +448,11 @@ def test_console_prints_few_lines_into_a_pipe(
     first, parameters, *others = out.splitlines()
     assert "training, to step 40, batch size 16, 1 replica on CPU" in first
     assert "parameters to train" in parameters
-    last, done, where = others
+    last, done, where, next_command = others
     assert re.fullmatch(r"step 40/40  loss [0-9.e+-]+(  [0-9.]+ steps/s)?  0:\d\d", last)
     assert done.startswith("done: step 40")
-    assert where.startswith(f"Everything is in {state.run_dir}. Next: tensorboard --logdir ")
+    assert where == f"Everything is in {state.run_dir}. Next, for example:"
+    assert next_command.startswith("  tensorboard --logdir ")
 
     train(make_hooks(every_steps=every_steps), steps=80, run_name="often", log_seconds=1e-3)
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]

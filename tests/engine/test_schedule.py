@@ -157,7 +157,8 @@ def test_saving_by_the_clock_changes_no_bit(
     assert saved(state.run_dir) == [state.step]
     printed = capsys.readouterr().out
     assert "max_time is over." in printed
-    assert "stopped by SIGTERM, saved; to continue from here: --run-name limited" in printed
+    assert f"stopped by SIGTERM, saved: step {state.step}; " in printed
+    assert "  ./train.sh --run-name limited  # resumes it\n" in printed
     rest = train(hooks(), max_time="1h", **more)
     assert rest.step == 40 and rest.stopped_by is None
     assert_weights(rest, plain)

@@ -30,8 +30,8 @@ EXAMPLES: dict[str, tuple[Any, str]] = {
         "--eval-batch-size 64",
     ),
 }
-# The folder of images that each example draws. A resumed run must write the same bytes.
-PICTURES = {"contrastive": "neighbours", "gan": "samples", "diffusion": "samples"}
+# The pictures of a resumed run are the same bytes.
+PICTURES = {"contrastive": "neighbors", "gan": "samples", "diffusion": "samples"}
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def write_texts(folder: Path) -> list[bytes]:
 def test_rows_hold_each_byte_once(hooks: Any, tmp_path: Path) -> None:
     """Unpacking the rows by ``piece`` and ``place`` gives the bytes of the texts again."""
     texts = write_texts(tmp_path)
-    rows = hooks.packed(texts)
+    rows = hooks.pack(texts)
     assert {values.shape for values in rows.values()} == {(len(rows["byte"]), 128)}
     pieces = []
     for byte, after, piece, place in zip(*rows.values(), strict=True):
@@ -60,11 +60,11 @@ def test_pieces_of_a_row_do_not_see_each_other(hooks: Any) -> None:
     """A piece has the same output alone as when it shares a row, and does not see later bytes."""
     model = hooks.create_model({"width": 8, "layers": 2, "heads": 2})
     texts = [b"the first one", b"another of them", b"and a third"]
-    together = hooks.packed(texts)
+    together = hooks.pack(texts)
     assert len(together["byte"]) == 1
     output = model({name: together[name] for name in ("byte", "piece", "place")})[0].numpy()
     for text in texts:
-        alone = hooks.packed([text])
+        alone = hooks.pack([text])
         expected = model({name: alone[name] for name in ("byte", "piece", "place")})[0].numpy()
         size = len(text) - 1
         (begin,) = (
@@ -96,9 +96,9 @@ def test_writing_goes_on_byte_by_byte(hooks: Any) -> None:
     """Writing several bytes at once gives the same bytes as writing them one at a time."""
     keras.utils.set_random_seed(1)
     model = hooks.create_model({"width": 8, "layers": 1, "heads": 2})
-    hparams = {"temperature": 1e-6, "written": 6}  # the most likely byte is always drawn
-    for start in ("ab", "y" * 125):  # the first bytes of the long string leave the window of 128
-        whole = hooks.write(model, hooks.serve([start]), hparams)[0].numpy()
+    hparams = {"temperature": 1e-6, "written": 6}  # the likeliest byte, whatever is drawn
+    for start in ("ab", "y" * 125):  # of which the first bytes slide out
+        whole = hooks.generate(model, hooks.serve([start]), hparams)[0].numpy()
         text = b"\n" + start.encode()
         for _ in range(6):
             last = text[-128:]

@@ -96,7 +96,7 @@ def test_splits_and_pictures(example: Example) -> None:
     shown = pictures(Path("runs/a"))
     assert shown["batch", 1].shape == (80, 320, 1)  # two rows of eight tiles of 10 × 10, enlarged
     assert {step for tag, step in shown if tag.startswith("confusion")} == {15, 30}
-    assert any(tag.startswith("mistaken") for tag, _ in shown)
+    assert any(tag.startswith("misclassified") for tag, _ in shown)
 
 
 @pytest.mark.slow
@@ -122,10 +122,10 @@ def test_images_by_class(make: Callable[..., Path], tmp_path: Path) -> None:
     for split in SPLITS:
         contents = {each["image"] for each in read(more, split, IMAGE)}
         assert {each["image"] for each in examples[split]} == contents & labels.keys()
-    with pytest.raises(SystemExit, match=r"^records is there: delete it"):
+    with pytest.raises(SystemExit, match=r"^records exists: delete it"):
         make("photos")
     (tmp_path / "photos/dog/1.png").write_bytes(b"\x89PNG")
-    with pytest.raises(SystemExit, match=r"^photos/dog/1\.png is no image, or is damaged: "):
+    with pytest.raises(SystemExit, match=r"^photos/dog/1\.png is not an image, or is damaged: "):
         make("photos", "damaged")
     assert sorted(os.listdir()) == ["more", "photos", "records"]
 

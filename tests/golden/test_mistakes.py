@@ -45,6 +45,9 @@ def create_dataset():  # here
 == create_dataset returns single examples -> create_dataset | batch(
 def create_dataset():  # here
     return tf.data.Dataset.range(99)
+== create_dataset returns single examples with a scalar label -> create_dataset | batch(
+def create_dataset():  # here
+    return tf.data.Dataset.from_tensor_slices((np.zeros([40, 5]), np.zeros([40])))
 == create_dataset returns an extension type -> create_dataset | Spec | tensors
 class Masked(tf.experimental.BatchableExtensionType):
     values: tf.Tensor

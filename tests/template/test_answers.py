@@ -116,7 +116,7 @@ def test_without_author_and_description(render: Render, tmp_path: Path) -> None:
     assert "authors" not in metadata
     assert metadata["description"] == ""
     assert "Copyright (c) the authors of My Training\n" in (project / "LICENSE").read_text()
-    assert (project / "README.md").read_text().startswith("# My Training\n\n## ")
+    assert (project / "README.md").read_text().startswith("# My Training\n\nA small ")
 
 
 # ---- The project is the same from each source of the template, and can be updated ----------------

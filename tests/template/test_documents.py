@@ -151,8 +151,8 @@ def test_every_command_is_run_or_marked() -> None:
         assert marks == len(read_commands(page, marked=True)), page
     for page in SECTIONS:  # tests/examples trains these on small data
         assert read_commands(page) == [], f"{page}: mark it"
-    wanted = {page: shell_commands(page) for page in GUIDES if page != PROJECTS}
-    assert len(wanted.pop(ROOT / "README.md")) == 3  # test_commands_in_a_shell runs these commands
+    wanted = {page.name: shell_commands(page) for page in GUIDES if page != PROJECTS}
+    assert len(wanted.pop("README.md")) == 4  # test_commands_in_a_shell
     assert not any(wanted.values()), f"run them in a test, or mark them: {wanted}"
     assert shell_commands(PROJECTS) == ["./train.sh --workers 2"]
 
@@ -182,6 +182,29 @@ def test_commands_in_sentences_and_of_marked_blocks_are_understood(
                 parse_command(words)
             seen += 1
     assert seen > 9
+
+
+def test_program_for_a_table_in_a_projects_readme_learns(
+    digits: Path,
+    cli: Cli,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """It trains on a table as the text describes it: with the project's settings, and as it is."""
+    programs = re.findall(
+        r"^```python\n(.*?)^```$", (digits / "README.md").read_text(), re.M | re.S
+    )
+    (program,) = (text for text in programs if "table.csv" in text)
+    (tmp_path / "callbacks.py").write_text(program)
+    (tmp_path / "config.yaml").write_text((digits / "config.yaml").read_text())
+    random = np.random.default_rng(0)
+    numbers = random.normal([100.0, -3.0], [10.0, 0.1], size=(500, 2))
+    label = (numbers[:, 0] > 100.0) * 2 + (numbers[:, 1] > -3.0)
+    table = np.column_stack([numbers, label])
+    np.savetxt(tmp_path / "table.csv", table, "%g", ",", header="length,width,kind", comments="")
+    outcome = cli(None, command=("train", "--run-name", "a", "--steps", "200"))
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    (accuracy,) = re.findall(r"^step 200/200  eval: .*accuracy ([\d.]+)", outcome.out, re.M)
+    assert float(accuracy) > 0.9
 
 
 def test_targets_of_make_exist() -> None:
@@ -234,9 +257,12 @@ def test_commands_in_a_shell(tmp_path: Path, environment: dict[str, str]) -> Non
     (tmp_path / "uvx").chmod(0o755)
     more = {"HOME": str(tmp_path), "VIRTUAL_ENV": sys.prefix}
     more["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    url = "gh:OWNER/cookiecutter-tensorflow-ctl"
+    commands = "\n".join(shell_commands(ROOT / "README.md"))
+    assert url in commands
     done = subprocess.run(
-        ["bash", "-euxc", "\n".join(shell_commands(ROOT / "README.md"))],
-        cwd=ROOT,
+        ["bash", "-euxc", commands.replace(url, shlex.quote(str(ROOT)))],
+        cwd=tmp_path,
         env=environment | more,
         input="\n" * 20,  # accepts the default answers to cookiecutter's questions
         capture_output=True,
@@ -244,7 +270,7 @@ def test_commands_in_a_shell(tmp_path: Path, environment: dict[str, str]) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = list((tmp_path / "projects" / "my_training" / "runs").iterdir())
+    runs = list((tmp_path / "my_training" / "runs").iterdir())
     assert [path for path in runs if (path / "worker-1.log").exists()]
     for run in runs:
         assert {"config.yaml", "train.log", "metrics.jsonl", "ckpt", "tb"} <= set(os.listdir(run))

@@ -1,5 +1,6 @@
 """Generated files are up to date, and all files allow the same versions of Python."""
 
+import os
 import re
 import runpy
 import sys
@@ -7,12 +8,14 @@ import tomllib
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+from scripts import terminal
 from scripts.tables import DOCS, write_all, write_list_of_pages
 from tests.helpers.rendering import ROOT, TEMPLATE
 
@@ -107,7 +110,7 @@ def test_everything_says_the_same_range(pythons: dict[str, Any], digits: Path) -
     assert f">={oldest},<3.{int(newest[2:]) + 1}" == NEEDED
     for readme in (ROOT / "README.md", digits / "README.md"):
         ranges = re.findall(r"Python (3\.\d+) to (3\.\d+)", readme.read_text())
-        assert ranges == [(oldest, newest)], readme
+        assert {*ranges} == {(oldest, newest)}, readme
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     assert jobs["test"]["strategy"]["matrix"]["python"] == pythons["allowed"]()
     for pyproject in (ROOT / "pyproject.toml", digits / "pyproject.toml"):
@@ -119,3 +122,22 @@ def test_everything_says_the_same_range(pythons: dict[str, Any], digits: Path) -
     steps = workflow["jobs"]["test"]["steps"]
     (setup,) = [step["with"] for step in steps if "setup-python" in step.get("uses", "")]
     assert setup["python-version-file"] == "pyproject.toml" and "python-version" not in setup
+
+
+def test_recording_of_a_terminal(tmp_path: Path) -> None:
+    """Lines that are written over are shown for their time, and the last ones stay."""
+    loop = "for i in 1 2; do printf '\\r\\033[2Kstep %s <' $i; sleep 0.3; done; sleep 60; echo late"
+    commands = [terminal.Command(loop, interrupt_at="step 2"), terminal.Command("echo end")]
+    frames = terminal.record(commands, tmp_path, os.environ)
+    last = ("step 2 <^C", "$ echo end", "end", "")
+    assert frames[-1].lines == (f"$ {loop[:78]}", loop[78:], *last)
+
+    shortened = terminal.shorten(frames)
+    picture = ElementTree.fromstring(terminal.draw(shortened, "A & B"))
+    shown = {}
+    for text in picture.iter("{http://www.w3.org/2000/svg}text"):
+        shown[text.text] = text.get("visibility")
+    assert shown["step 1 <"] == "hidden"
+    stays = [line for line in frames[-1].lines if line]
+    assert [shown[line] for line in stays] == [None] * len(stays)
+    assert [frame.time for frame in shortened] == sorted(frame.time for frame in shortened)
