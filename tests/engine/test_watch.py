@@ -156,7 +156,7 @@ def test_signals_end_a_process_whose_graph_call_blocks(tmp_path: Path) -> None:
         assert process.wait(60) == code
         assert not (tmp_path / "runs/run/pid").exists()
     log = (tmp_path / "log").read_text()
-    assert "if that takes longer than 3 s, it ends without saving." in log
+    assert "If that takes longer than 3 s, the run ends without saving." in log
     assert "error: SIGTERM: nothing ended within 3 s; this process was in a graph call" in log
     assert start(tmp_path, "").wait(120) == 0
     assert "resuming at step 8" in (tmp_path / "log").read_text()
@@ -175,4 +175,4 @@ def test_a_cluster_says_which_process_is_stuck_and_where(tmp_path: Path) -> None
     process.terminate()
     assert process.wait(60) == 143
     log = (tmp_path / "log").read_text()
-    assert "if that takes longer than 5 s, it ends without saving." in log
+    assert "If that takes longer than 5 s, the run ends without saving." in log

@@ -275,7 +275,7 @@ def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run)
     os.kill(pid, signal.SIGTERM)
     while is_running(pid):
         time.sleep(0.1)
-    assert log.read_text().count("stopped by SIGTERM, saved; to continue") == 1
+    assert log.read_text().count("stopped by SIGTERM, saved: step ") == 1
     # On a slow machine, a step may have a line without values before its line with values.
     steps = re.findall(r"INFO (step .*)", log.read_text())
     assert len(steps) == len(set(steps)) and "\nstep " not in log.read_text()
@@ -322,4 +322,4 @@ def test_cluster_in_the_background_is_left_at_its_first_step(
     while pid.exists():
         time.sleep(0.1)
     log = (project / "runs" / "w" / "train.log").read_text()
-    assert log.count("stopped by SIGTERM, saved; to continue") == 1
+    assert log.count("stopped by SIGTERM, saved: step ") == 1
