@@ -30,6 +30,8 @@ CONTROL = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\r|\n")
 SPEED = 2.0
 LONGEST_PAUSE = 1.5
 PAUSE_AT_PROMPT = 1.5
+# A line that is written over within this time is left out: a duration of 0 would be for ever.
+SHORTEST = 0.02
 
 # Of the picture, in pixels.
 FONT_SIZE = 13
@@ -191,7 +193,7 @@ def list_texts(frames: Sequence[Frame]) -> Iterator[Text]:
         for frame in frames:
             line = frame.lines[row].rstrip() if row < len(frame.lines) else ""
             if line != shown:
-                if shown:
+                if shown and frame.time - start >= SHORTEST:
                     yield Text(row, start, frame.time, shown)
                 shown = line
                 start = frame.time
@@ -218,7 +220,7 @@ def draw(frames: Sequence[Frame], title: str) -> str:
         'stroke="#484f58"/>',
         f'<svg y="{MARGIN}" width="{width}" height="{rows * LINE}">',
         '<g font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" '
-        f'font-size="{FONT_SIZE}" fill="#e6edf3" xml:space="preserve" '
+        f'font-size="{FONT_SIZE}" fill="#e6edf3" '
         f'transform="translate(0, {-LINE * count_hidden(frames[-1], rows)})">',
         draw_scrolling(frames, rows),
     ]
@@ -252,7 +254,7 @@ def draw_text(text: Text) -> str:
     y = LINE * text.row + FONT_SIZE
     color = ' fill="#7ee787"' if text.text.startswith(PROMPT) else ""
     length = f'textLength="{len(text.text) * CHARACTER:.1f}" lengthAdjust="spacingAndGlyphs"'
-    line = html.escape(text.text)
+    line = html.escape(text.text).replace(" ", "\N{NO-BREAK SPACE}")  # others are joined into one
     if text.end is None:
         hidden = ""
         if text.start > 0:
