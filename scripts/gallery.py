@@ -14,8 +14,9 @@ PICTURES = quote("{{cookiecutter.project_slug}}/pictures")
 INTRODUCTION = """\
 # Gallery
 
-Each example is a complete project to start from: a single file of [hooks](glossary.md#hook), with
-its settings. To generate a project from an example, pass its name to cookiecutter:
+Each example is a complete project to start from. It consists of a file of
+[hooks](glossary.md#hook) and the settings for this file. To generate a project from an example,
+pass the name of the example to cookiecutter:
 
 <!-- not run: the README's command is -->
 ```sh
@@ -23,8 +24,9 @@ uvx cookiecutter . --no-input example=gan -o ~/projects
 cd ~/projects/my_training && ./train.sh
 ```
 
-Run the first command in a clone of the template's repository, or replace the dot with the
-repository's URL. The times below were measured on two CPU cores, unless the text says otherwise.
+Run the first command in a clone of the template's repository. Without a clone, replace the dot in
+this command with the URL of the repository. Unless an example says otherwise, its times were
+measured on two CPU cores.
 """
 
 
@@ -45,12 +47,12 @@ def describe_example(name: str, prompt: str) -> Iterator[str]:
     link = f"[`{name}.py`](../templates/examples/{name}.py)"
     if not section.exists():
         yield f"## {name}\n"
-        yield f"{prompt[0].upper()}{prompt[1:]}. The file: {link}.\n"
+        yield f"{prompt[0].upper()}{prompt[1:]}. The code: {link}.\n"
         return
     heading, _, text = section.read_text("utf-8").strip("\n").partition("\n")
     title = heading.removeprefix("## The example: ")
     yield f"## {name}: {title}\n"
-    yield f"The file: {link}.\n"
+    yield f"The code: {link}.\n"
     yield re.sub(r"\]\(pictures/", f"](../{PICTURES}/", text.strip("\n")) + "\n"
 
 
