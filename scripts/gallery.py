@@ -14,8 +14,9 @@ PICTURES = quote("{{cookiecutter.project_slug}}/pictures")
 INTRODUCTION = """\
 # Gallery
 
-Each example is a complete project to start from: a single file of [hooks](glossary.md#hook), with
-its settings. To generate a project from an example, pass its name to cookiecutter:
+Each example is a complete project to start from. It consists of a file of
+[hooks](glossary.md#hook) and the settings for this file. To generate a project from an example,
+pass the name of the example to cookiecutter:
 
 <!-- not run: the README's command is -->
 ```sh
@@ -23,40 +24,40 @@ uvx cookiecutter . --no-input example=gan -o ~/projects
 cd ~/projects/my_training && ./train.sh
 ```
 
-Run the first command in a clone of the template's repository, or replace the dot with the
-repository's URL. The times below were measured on two CPU cores, unless the text says otherwise.
+Run the first command in a clone of the template's repository. Without a clone, replace the dot in
+this command with the URL of the repository. Unless an example says otherwise, its times were
+measured on two CPU cores.
 """
 
 
-def read_prompts() -> dict[str, str]:
-    """Returns the description of each example in cookiecutter's prompt, by the example's name."""
-    prompts = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["__prompts__"]
-    examples: dict[str, str] = prompts["example"]
-    return {
-        name: text.removeprefix(f"{name}: ")
-        for name, text in examples.items()
-        if name != "__prompt__"
-    }
+def list_examples() -> list[str]:
+    """Returns the names of the examples, in the order of cookiecutter's prompt."""
+    names: list[str] = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["example"]
+    return names
 
 
-def describe_example(name: str, prompt: str) -> Iterator[str]:
-    """Yields the paragraphs of the gallery about an example."""
-    section = EXAMPLES / f"{name}.md"
-    link = f"[`{name}.py`](../templates/examples/{name}.py)"
-    if not section.exists():
-        yield f"## {name}\n"
-        yield f"{prompt[0].upper()}{prompt[1:]}. The file: {link}.\n"
-        return
-    heading, _, text = section.read_text("utf-8").strip("\n").partition("\n")
-    title = heading.removeprefix("## The example: ")
-    yield f"## {name}: {title}\n"
-    yield f"The file: {link}.\n"
-    yield re.sub(r"\]\(pictures/", f"](../{PICTURES}/", text.strip("\n")) + "\n"
+def describe_example(name: str) -> Iterator[str]:
+    """Yields the paragraphs of the gallery about an example.
+
+    ``NAME.md`` has five parts: an introduction, the output of a run, an experiment, the use of the
+    trained model, and details. Parts may be empty.
+    """
+    section = (EXAMPLES / f"{name}.md").read_text("utf-8")
+    section = re.sub(r"\]\(pictures/", f"](../{PICTURES}/", section)
+    # A heading of an example is below the heading that has its name.
+    section = re.sub(r"^## ", "### ", section, flags=re.MULTILINE)
+    introduction, *parts = (part.strip() for part in section.split("<!-- part -->\n"))
+    yield f"## {name}\n"
+    yield f"{introduction}\n"
+    yield f"The code: [`{name}.py`](../templates/examples/{name}.py).\n"
+    for part in parts:
+        if part:
+            yield f"{part}\n"
 
 
 def write_gallery() -> str:
     """Returns the page with a section for each example."""
     paragraphs = [INTRODUCTION]
-    for name, prompt in read_prompts().items():
-        paragraphs += describe_example(name, prompt)
+    for name in list_examples():
+        paragraphs += describe_example(name)
     return "\n".join(paragraphs)

@@ -164,7 +164,10 @@ def describe_command(name: str) -> Iterator[str]:
         yield "`./train.sh` is short for this command; it takes all [settings](settings.md).\n"
     elif command.settings:
         settings = ", ".join(f"`{setting}`" for setting in command.settings)
-        yield f"It takes the settings {settings}; the others are those of the run.\n"
+        yield (
+            f"The command accepts these settings: {settings}. All other settings are taken "
+            "from the run.\n"
+        )
 
 
 def write_commands() -> str:
