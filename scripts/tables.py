@@ -68,12 +68,14 @@ def list_hooks() -> Iterable[tuple[str, ...]]:
         yield f"[`{spec.name}`](#{spec.name})", spec.place.value, purpose
 
 
-def list_arguments(arguments: Iterable[Argument], kind: str) -> Iterable[tuple[str, ...]]:
+def list_arguments(arguments: Iterable[Argument], head: str) -> Iterable[tuple[str, ...]]:
     """Yields name, type and meaning of each argument, or of each field of a result."""
-    yield kind, "type", "meaning"
+    yield head, "type", "meaning"
     for argument in arguments:
-        shape = f" `{argument.shape}`" if argument.shape else ""
-        yield f"`{argument.name}`", f"{argument.type}{shape}", argument.meaning
+        kind = re.sub(r"\b(tf|ctl)(\.\w+)+", lambda match: f"`{match[0]}`", argument.type)
+        if argument.shape:
+            kind += f" `{argument.shape}`"
+        yield f"`{argument.name}`", kind, argument.meaning
 
 
 def format_signature(spec: HookSpec) -> str:
