@@ -42,6 +42,13 @@ same about one hook.
 In the order in which they are called:
 
 """
+ARGUMENTS = """\
+## All arguments
+
+An argument has a line for each of its meanings. Hooks in the graph get tensors, and hooks on the
+host get values.
+
+"""
 COMMON = """\
 In shapes, `b` is the number of examples, and `[]` a scalar. Every hook may also name these
 arguments:
@@ -76,6 +83,17 @@ def list_arguments(arguments: Iterable[Argument], head: str) -> Iterable[tuple[s
         if argument.shape:
             kind += f" `{argument.shape}`"
         yield f"`{argument.name}`", kind, argument.meaning
+
+
+def list_all_arguments() -> Iterable[tuple[str, ...]]:
+    """Yields name and meaning of each argument of any hook, and the hooks that may name it."""
+    yield "argument", "meaning, and the hooks that may name it"
+    hooks: dict[Argument, list[str]] = {}
+    for spec in TABLE:
+        for argument in spec.arguments:
+            hooks.setdefault(argument, []).append(f"[`{spec.name}`](#{spec.name})")
+    for argument in sorted(hooks, key=lambda argument: argument.name):
+        yield f"`{argument.name}`", f"{argument.meaning}<br>{', '.join(hooks[argument])}"
 
 
 def format_signature(spec: HookSpec) -> str:
@@ -119,7 +137,7 @@ def write_hooks() -> str:
         ]
     )
     hooks = ["\n".join(describe_hook(spec)) for spec in TABLE]
-    return "\n".join([head, *hooks])
+    return "\n".join([head, *hooks, ARGUMENTS + format_table(list_all_arguments())])
 
 
 # ---- Settings and commands -----------------------------------------------------------------------
