@@ -8,11 +8,11 @@
 # make bench       time the engine beside Keras fit and custom loops on the CPU; DEVICE=gpu: on a GPU
 # make test-gpu    the tests that need a GPU; scripts/on_gpu.py has these, the benchmark and a soak
 # make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
-# make pictures    draw docs/pictures: a run that is killed, and the shapes of the tutorial
+# make pictures    draw docs/pictures: a terminal, a run that is killed, and the shapes of the tutorial
 # make prove       train, kill and resume in many ways, beside fit and a loop: some minutes
 # make soak        kill runs before each of their file operations, resume them, and compare the bits: an hour
 #                  of a core for KILLS=1200; needs a C compiler and Linux
-# make generated   write the generated pages of docs and the data of the example digits again
+# make generated   write the generated pages of docs, the example blank and the data of the example digits
 # make docs        build the documentation site in build/site; broken links and unlisted pages fail
 # make test-browser  open the site in Chromium, look something up, and take pictures in build/screenshots;
 #                  needs Debian's package chromium
@@ -52,7 +52,7 @@ demo: $(DEMO_VENV)/.made
 	@"$(DEMO_VENV)/bin/python" scripts/demo_result.py demo/my_training/runs/demo
 
 pictures: demo
-	VENV="$(abspath $(DEMO_VENV))" "$(DEMO_VENV)/bin/python" scripts/pictures.py demo/my_training
+	VENV="$(abspath $(DEMO_VENV))" "$(DEMO_VENV)/bin/python" -m scripts.pictures demo/my_training
 
 check: lint
 	$(PYTEST) -m quick
@@ -100,6 +100,7 @@ soak: $(VENV)/.made
 generated: $(VENV)/.made
 	"$(VENV)/bin/python" -m scripts.tables
 	"$(VENV)/bin/python" -m scripts.make_digits
+	"$(VENV)/bin/python" -m ctl_core hooks --stub > templates/examples/blank.py
 
 docs: .venv-docs/.made
 	"$(<D)/bin/python" -m scripts.stage_docs

@@ -1,1 +1,1 @@
-"""The engine beside Keras ``fit`` and custom loops: ``python -m benchmarks``."""
+"""Compares the speed of the engine with Keras ``fit`` and custom loops (python -m benchmarks)."""

@@ -1,7 +1,8 @@
-"""``python -m benchmarks``: the engine beside Keras ``fit`` and custom loops, on CPU or GPU.
+"""Compares the speed of the engine with Keras ``fit`` and custom loops: ``python -m benchmarks``.
 
-Every peer trains the same model from the same weights, on the same data in the same order, with
-the same update; that their weights are equal is checked before they are timed, in turn.
+The engine and the loops that it is compared with are called peers. All peers train the same model
+from the same initial weights, on the same data in the same order, with the same update. Before the
+peers are timed, in turn, their weights are compared.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from benchmarks import first_step, processes
 from benchmarks.page import parse_printed, print_plainly, put_into
 from benchmarks.report import GOALS, GPU_GOALS, Memory, Results, Timing, print_report
 
-# By number of devices; each line is a process: what others leave behind must not slow it down.
+# The number of devices, and the sections that are measured on them. Each line runs in a new
+# process, so that the leftovers of other sections do not slow it down.
 SECTIONS: list[tuple[int, list[str]]] = [
     (1, ["mlp/50", "mlp/10", "mlp/1", "cnn/50", "embedding/50", "images/50"]),
     (1, ["lstm/50", "transformer/50"]),
@@ -40,7 +42,7 @@ NAMES = sorted({section.split("/")[0] for _, names in SECTIONS for section in na
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures and reports; returns the exit code."""
+    """Measures, and prints the report; returns the exit code."""
     arguments = _parse(argv)
     begun = time.monotonic()
     chosen = arguments.only or [*NAMES, OWN_PROCESS, CLUSTER]
@@ -50,9 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     device = arguments.device
     of_device = SECTIONS
-    if device == "gpu":  # the first one
+    if device == "gpu":
         of_device = [*(each for each in SECTIONS if each[0] == 1), (1, MIXED)]
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the first GPU
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
@@ -90,13 +92,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="one workload or measurement (may be given several times)",
     )
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each peer is timed")
-    parser.add_argument("--into", type=Path, metavar="FILE.md", help="a document for the report")
+    parser.add_argument("--rounds", type=int, default=5, help="the number of times of each peer")
+    parser.add_argument("--into", type=Path, metavar="FILE.md", help="a page for the report")
     return parser.parse_args(argv)
 
 
 def _measure(*words: Any) -> bool:
-    """Lets a process of its own measure; its messages go to stderr. Returns whether it could."""
+    """Measures in a new process, whose messages go to stderr; returns True if it succeeded."""
     command = [sys.executable, "-m", "benchmarks.worker", *map(str, words)]
     return subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
 
@@ -109,7 +111,7 @@ def _notes(device: str, rounds: int, seconds: float) -> list[str]:
         machine = f"{subprocess.check_output(ask, text=True).splitlines()[0]}, {machine}"
     return [
         f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians; a goal is the median "
-        "of each round's ratio, beside its quartiles.",
+        "of each round's ratio, with its quartiles.",
         "exact: --deterministic, with the same threads; 4 logical: --logical-replicas 4; 4 micro: "
         "--accumulate-steps 4.",
         "floor: a bare loop in the graph, data in memory. input alone: batches are drawn, nothing "

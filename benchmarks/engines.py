@@ -1,10 +1,13 @@
-"""``python -m benchmarks.engines FOLDER``: this engine beside the ``ctl_core`` in FOLDER.
+"""Compares the speed of this engine with the ``ctl_core`` in FOLDER.
 
-Two engines cannot be in one process, so each has its own for each row; they train the same, which
-is checked, and are timed in turn, a segment at a time. A row fails where the lower quartile of its
-ratios, this engine's time by the other's, is above 1.03: where it is slower by more than noise.
+To run it: ``python -m benchmarks.engines FOLDER``. For the engine of another commit, first run
+``git worktree add ../before COMMIT``; FOLDER is then ``../before``.
 
-The engine of a commit: ``git worktree add ../before COMMIT``, and FOLDER is ``../before``.
+Two engines cannot be imported into one process. Therefore, each engine gets its own process for
+each row of the table. The two train the same program, their weights are compared, and they are
+timed in turn, one segment of steps at a time. A ratio is the time of this engine divided by the
+time of the other one. A row fails if the lower quartile of its ratios is above 1.03, because this
+engine is then slower by more than noise.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 ROOT = Path(__file__).resolve().parents[1]
 WARM = 1
 MOST = 1.03
-# Name, devices, workload, the loss is read every so many steps, settings.
+# Name, number of devices, workload, number of steps between two reads of the loss, settings.
 ROWS: list[tuple[str, int, str, int, dict[str, Any]]] = [
     *((f"{work}, loss every {every}", 1, work, every, {}) for work, every in
       [("mlp", 50), ("mlp", 10), ("mlp", 1), ("cnn", 50), ("embedding", 50),
@@ -39,7 +42,8 @@ ROWS: list[tuple[str, int, str, int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-# Commands that run in a folder with the file CALLBACKS; the whole process is timed.
+# Commands that run in a folder with a callbacks.py that contains CALLBACKS. The whole process is
+# timed.
 COMMANDS = {
     "a training of one step": ["train", "--steps", "1"],
     "--check": ["train", "--check"],
@@ -64,7 +68,7 @@ def create_loss():
 
 
 class Engine:
-    """A process in which one engine trains the workload of a row, and stands still in between."""
+    """A process in which one engine trains the workload of a row, and waits between segments."""
 
     def __init__(self, folder: Path, row: int) -> None:
         words = [sys.executable, "-m", "benchmarks.engines", "--row", str(row), str(folder)]
@@ -73,7 +77,7 @@ class Engine:
         self.weights: list[float] = self._read()
 
     def advance(self) -> float:
-        """Lets it train a segment; returns the seconds of a step."""
+        """Trains a segment; returns the seconds per step."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -92,7 +96,10 @@ class Engine:
 
 
 def serve(folder: Path, row: int) -> None:
-    """Is such a process: trains up to step 50, then a segment for each line that it reads."""
+    """Runs in the process of an ``Engine``.
+
+    Trains up to step 50, then one segment for each line that it reads from its standard input.
+    """
     sys.path.insert(0, str(folder))
     import ctl_core
     from benchmarks.pace import Pace, settle
@@ -114,7 +121,7 @@ def serve(folder: Path, row: int) -> None:
 
 
 def compare(this: Path, other: Path, row: int, rounds: int) -> list[float]:
-    """Returns the ratios of a row, one for each round: this engine's time by the other's."""
+    """Returns for each round the time of a row with this engine, divided by the other's."""
     engines = [Engine(folder, row) for folder in (this, other)]
     try:
         pairs = zip(engines[0].weights, engines[1].weights, strict=True)
@@ -153,11 +160,11 @@ def compare_commands(this: Path, other: Path, words: list[str], rounds: int) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compares and prints; returns 1 if a row fails."""
+    """Compares the engines, and prints a row for each measurement; returns 1 if a row fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__)
-    parser.add_argument("folder", type=Path, help="holds the other engine's ctl_core")
+    parser.add_argument("folder", type=Path, help="contains the other engine's ctl_core")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", help="rows whose name begins so")
+    parser.add_argument("--only", help="only rows whose name begins with this")
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.row is not None:

@@ -1,9 +1,9 @@
-"""The time from a process's start to the end of its first step: the engine's, or Keras ``fit``'s.
+"""Measures the time from the start of a process to the end of its first step.
 
-Both train the MLP. The engine is started as a user starts it, ``python -m ctl_core train`` in a
-project's folder; this module, run by itself, is the script with ``fit``. A third process only
-imports TensorFlow and Keras, for which both have to wait. When the first step is done, each process
-writes the time to a file.
+The engine and Keras ``fit`` both train the MLP. The engine is started as a user starts it, by
+``python -m ctl_core train`` in a project's folder. The script that calls ``fit`` is this module. A
+third process only imports TensorFlow and Keras, because these imports are part of both times. Each
+process writes the time at which its first step is done to a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALLBACKS = "from benchmarks import first_step\n\nglobals().update(vars(first_s
 
 
 def measure(rounds: int) -> list[Timing]:
-    """Starts the processes in turn, after one of each that nobody times: files get cached."""
+    """Starts the processes in turn. The first round, which fills file caches, is not timed."""
     root = Path(__file__).resolve().parents[1]
     train = [sys.executable, "-m", "ctl_core", "train", "--steps", "1", "--batch-size", "32"]
     script = [sys.executable, "-m", "benchmarks.first_step"]
@@ -45,12 +45,12 @@ def measure(rounds: int) -> list[Timing]:
 
 
 def note_first_step() -> None:
-    """Writes down that the first step is done."""
+    """Writes the current time to the file, because the first step is done."""
     Path(os.environ[_FILE]).write_text(str(time.time()), encoding="utf-8")
 
 
 def hooks() -> Any:
-    """The MLP as the engine's hooks."""
+    """Returns the hooks that train the MLP."""
     from benchmarks.peers import callbacks
     from benchmarks.workloads import mlp
 

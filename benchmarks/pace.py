@@ -1,7 +1,7 @@
-"""Stops and starts training loops, so that several can be timed in turn, a segment at a time.
+"""Pauses training loops, so that several loops can be timed in turn, one segment at a time.
 
-A loop that is not ours, such as Keras ``fit``, cannot be left and entered again without paying
-for its start anew. So each peer trains in a thread of its own, of which only one runs at a time.
+A loop such as Keras ``fit`` cannot be left and entered again without the cost of a new start.
+Therefore, each peer trains in its own thread, and only one of the threads runs at a time.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Steps after which the weights are compared: one call of Keras with 50 steps a call.
+# The number of steps after which weights are compared: one call of Keras with 50 steps per call.
 CHECKED = 50
 
 
 class Over(Exception):
-    """Raised in a loop that is to end."""
+    """Raised in a loop in order to end it."""
 
 
 class Pace:
-    """One loop that trains in a thread of its own, and stands still between two segments.
+    """A loop that trains in its own thread, and is paused between two segments.
 
-    The loop sets ``weights``, a function that returns the model's.
+    The loop sets ``weights``, a function that returns the weights of its model.
     """
 
     def __init__(self, loop: Callable[[Pace], Any], segment: int) -> None:
-        """The loop has to call ``stop`` after each step that is ``due``."""
+        """Creates the thread of a loop, which calls ``stop`` after each step that is ``due``."""
         self.segment = segment
         self.weights: Callable[[], list[Any]] | None = None
         self._loop = loop
@@ -38,14 +38,14 @@ class Pace:
         self._thread = threading.Thread(target=self._train, daemon=True)
 
     def due(self, step: int) -> bool:
-        """Whether the loop has to stop after this step."""
+        """Returns True if the loop must call ``stop`` after this step."""
         return step == CHECKED or step % self.segment == 0
 
     def stop(self) -> None:
-        """Ends the segment in the loop's thread; returns at the beginning of the next one.
+        """Ends a segment, and waits for the beginning of the next one; the loop calls it.
 
         Raises:
-            Over: there is no next one.
+            Over: there is no next segment.
         """
         self._seconds = time.perf_counter() - self._start
         self._there.release()
@@ -55,9 +55,10 @@ class Pace:
         self._start = time.perf_counter()
 
     def advance(self) -> float:
-        """Lets the loop train up to its next stop; returns the seconds that it took.
+        """Lets the loop train up to its next call of ``stop``; returns the seconds that it took.
 
-        The first call takes it to step 50, the next one to the end of the segment it is in.
+        The first call of ``advance`` trains up to step 50, the next one to the end of the segment
+        that contains step 50.
         """
         if not self._thread.is_alive():
             self._start = time.perf_counter()
@@ -70,7 +71,7 @@ class Pace:
         return self._seconds
 
     def end(self) -> None:
-        """Ends the loop; what its thread still has to tear down after a moment, it does alone."""
+        """Ends the loop. If the thread takes longer to end, this does not wait for it."""
         self._over = True
         self._go.release()
         self._thread.join(0.3)
@@ -88,10 +89,10 @@ class Pace:
 
 
 def settle(longest: float = 3.0) -> None:
-    """Waits until this process is at rest, at most so many seconds.
+    """Waits until this process is idle, but not longer than ``longest`` seconds.
 
-    A loop that stands still goes on to prepare batches until its buffer is full, which would be
-    paid for by whoever is timed next.
+    A paused loop still prepares batches until its buffer is full, which would increase the time of
+    the loop that is timed next.
     """
     end = time.perf_counter() + longest
     while time.perf_counter() < end:
@@ -102,11 +103,11 @@ def settle(longest: float = 3.0) -> None:
 
 
 def timed(paces: dict[str, Pace], rounds: int) -> dict[str, list[float]]:
-    """Times segments in turn; returns the seconds of a step, one for each round."""
+    """Times the segments of all loops in turn; returns the seconds per step of each round."""
     seconds: dict[str, list[float]] = {name: [] for name in paces}
     names = list(paces)
     for _ in range(rounds):
-        names = [*names[1:], names[0]]  # who begins changes from round to round
+        names = [*names[1:], names[0]]  # each round begins with another loop
         for name in names:
             settle()
             seconds[name].append(paces[name].advance() / paces[name].segment)

@@ -1,7 +1,8 @@
-"""The training loops that are compared: each trains the same workload until it is told to end.
+"""The training loops that are compared. Each trains a workload until its ``Pace`` ends it.
 
-Every function here has the form of ``Peer``: it builds model, data and optimizer, then loops,
-reads the loss every ``every`` steps on the host, and stops where its ``Pace`` says so.
+Each loop is a function of the type ``Peer``. It creates the model, the data and the optimizer, and
+then takes steps. It reads the loss on the host every ``every`` steps, and calls ``pace.stop`` after
+each step that is due.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Peer = Callable[[Workload, tf.distribute.Strategy, int, Pace], None]
 
 
 def callbacks(work: Workload, **hooks: Any) -> SimpleNamespace:
-    """The workload as hooks of the engine; what is named replaces them."""
+    """Returns the hooks that train a workload; ``hooks`` replaces or adds some."""
 
     base = {
         "create_dataset": lambda per_replica_batch_size: work.dataset(per_replica_batch_size),
@@ -39,7 +40,7 @@ def callbacks(work: Workload, **hooks: Any) -> SimpleNamespace:
 
 
 def settings(work: Workload, folder: str, **others: Any) -> ctl_core.Config:
-    """Settings of a run that neither evaluates nor saves by itself."""
+    """Returns the settings of a run without periodic checkpoints and evaluations."""
     base = {"batch_size": work.batch_size, "learning_rate": LEARNING_RATE, "runs_dir": folder}
     quiet = {"ckpt_every": 0, "eval_every": 0, "precision": work.policy.removeprefix("mixed_")}
     return ctl_core.Config(**{"steps": 2**40, **base, **quiet, **others})
@@ -48,7 +49,7 @@ def settings(work: Workload, folder: str, **others: Any) -> ctl_core.Config:
 def engine(
     work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace, **others: Any
 ) -> None:
-    """``ctl_core.train``, as it is: a host hook reads the loss."""
+    """Trains with ``ctl_core.train``; a host hook reads the loss."""
 
     def create_model() -> keras.Model:
         model = work.create_model()
@@ -64,7 +65,7 @@ def engine(
         except Over:
             raise ctl_core.StopTraining from None
 
-    # The stop comes last: what reading costs belongs to the segment.
+    # ``stop`` is called last, so that the time of reading the loss belongs to the segment.
     every_steps: dict[int, Any] = {every: [read]}
     every_steps.setdefault(pace.segment, []).append(stop)
     at_step = {CHECKED: stop} if pace.segment > CHECKED else {}
@@ -76,7 +77,7 @@ def engine(
 
 
 def compiled(work: Workload, steps_per_call: int, **others: Any) -> keras.Model:
-    """The workload as a compiled Keras model, which scales the loss where it has to."""
+    """Returns a compiled Keras model, which scales the loss if its precision requires that."""
     keras.config.set_dtype_policy(work.policy)
     optimizer = work.create_opt(LEARNING_RATE)
     optimizer.global_clipnorm = work.clip
@@ -93,7 +94,10 @@ def compiled(work: Workload, steps_per_call: int, **others: Any) -> keras.Model:
 def fit(
     work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace, per_call: int = 1
 ) -> None:
-    """Keras ``fit`` without its progress bar: a callback reads the loss; epochs are segments."""
+    """Trains with Keras ``fit``, without its progress bar. A callback reads the loss.
+
+    Each epoch is a segment.
+    """
 
     def read(batch: int, logs: Any) -> None:
         if (batch + 1) % every == 0:
@@ -107,23 +111,23 @@ def fit(
     pace.weights = model.get_weights
     calls = [keras.callbacks.LambdaCallback(on_train_batch_end=read, on_epoch_end=stop)]
     data = work.endless()
-    quiet = {"callbacks": calls, "verbose": 0, "shuffle": False}  # Keras warns of its own default
+    quiet = {"callbacks": calls, "verbose": 0, "shuffle": False}  # the default warns
     model.fit(data, steps_per_epoch=CHECKED, **quiet)
     model.fit(data, steps_per_epoch=pace.segment, epochs=2**40, **quiet)
 
 
 def fit_many(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
-    """Keras ``fit`` with many steps a call: 50, or fewer where the loss is read more often."""
+    """Trains with ``fit`` and 50 steps per call, or fewer if the loss is read more often."""
     fit(work, strategy, every, pace, math.gcd(every, CHECKED))
 
 
 def clipped(work: Workload, gradients: Any) -> Any:
-    """The update."""
+    """Returns the gradients, clipped as the workload requires."""
     return gradients if work.clip is None else tf.clip_by_global_norm(gradients, work.clip)[0]
 
 
 def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
-    """A custom loop as TensorFlow's guides have it: one call of a ``tf.function`` for a step."""
+    """Trains with the loop of TensorFlow's guides, which calls a ``tf.function`` for each step."""
     with strategy.scope():
         model = work.create_model()
         optimizer = work.create_opt(LEARNING_RATE)
@@ -157,7 +161,7 @@ def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace:
 
 
 def floor(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
-    """The step's operations in a bare loop in the graph, with all batches in memory already."""
+    """Trains with a bare loop in the graph, whose batches are already in memory."""
     model = work.create_model()
     optimizer = work.create_opt(LEARNING_RATE)
     optimizer.build(model.trainable_variables)
@@ -177,13 +181,13 @@ def floor(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pa
 
 
 def drain(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
-    """What the input costs: a loop in the graph that draws batches and trains nothing."""
+    """Measures the input: reads batches in a loop in the graph, and trains nothing."""
     iterator = iter(work.endless())
     _loop_in_graph(lambda step: next(iterator), pace)
 
 
 def _loop_in_graph(take: Callable[[Any], Any], pace: Pace) -> None:
-    """Takes the steps of a segment in one call."""
+    """Calls ``take`` for each step; a segment is one graph call."""
 
     def body(step: Any) -> Any:
         take(step)

@@ -1,8 +1,8 @@
-"""Two processes that train the MLP together: the engine beside the loops of TensorFlow's guides.
+"""Compares the engine with the loops of TensorFlow's guides in a cluster of two processes.
 
-``python -m benchmarks.processes`` is one process of a cluster, which ``measure`` starts once for
-each loop, since a process has one cluster in its life. The chief writes down the seconds of a step,
-one for each segment.
+``measure`` starts a new cluster for each loop, because a process can join only one cluster. Each
+process of the cluster runs ``python -m benchmarks.processes``, and trains the MLP. The chief writes
+the seconds per step of each segment to a file.
 """
 
 import functools
@@ -25,7 +25,7 @@ WARM = 2
 
 
 def measure(rounds: int) -> list[Timing]:
-    """Starts a cluster for each loop, one after the other."""
+    """Starts a cluster for each loop, one after another; returns the times."""
     from ctl_core.cluster.supervisor import find_free_ports
 
     timings = []
@@ -49,7 +49,7 @@ def measure(rounds: int) -> list[Timing]:
 
 
 def _segments(run: Callable[[int], Any], rounds: int) -> list[float]:
-    """Times calls that take a segment of steps each."""
+    """Returns the seconds per step of each segment; a segment is one call of ``run``."""
     seconds = []
     for number in range(WARM + rounds):
         start = time.perf_counter()
@@ -76,7 +76,7 @@ def _engine(rounds: int) -> list[float]:
 
 
 def _parts(strategy: Any) -> tuple[Any, Any]:
-    """Returns the guide's step on all replicas, and the iterator that it draws from."""
+    """Returns the step of TensorFlow's guide, and the iterator from which it reads batches."""
     import tensorflow as tf
 
     from benchmarks.workloads import LEARNING_RATE, losses, mlp

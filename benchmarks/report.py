@@ -1,7 +1,8 @@
-"""What was measured, as tables, and as goals that are reached or not.
+"""Formats the measurements as tables, and compares them with goals.
 
-Ratios are taken round by round, of what was timed right after one another; the report has their
-median. Nothing here needs TensorFlow.
+Goals are ratios of two times. A ratio is computed for each round, from times that were measured
+shortly after one another; the report shows the median of these ratios. TensorFlow is not imported
+here.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ FIT = "Keras fit"
 MANY = "Keras fit, many steps"
 TEXTBOOK = "textbook loop"
 COMPILED = "engine, compiled"
-# Measured on a GPU, where the engine compiles by default.
+# Only measured on a GPU, where the engine compiles by default.
 UNCOMPILED = "engine, uncompiled"
 SAVING = "engine, saving"
-# Of a section of its own, in which every peer is deterministic.
+# Only measured in sections of their own, in which all peers are deterministic.
 LOGICAL = "engine, logical replicas"
 MICRO_BATCHES = "engine, micro-batches"
 FLOOR = "floor"
@@ -31,11 +32,12 @@ IN_GRAPH = "textbook loop in the graph"
 EVALUATE = "Keras evaluate"
 EVALUATE_MANY = "Keras evaluate, many steps"
 OURS = ("engine", COMPILED, UNCOMPILED, SAVING, LOGICAL, MICRO_BATCHES)
-# A process that only imports TensorFlow and Keras, for which every first step has to wait.
+# A process that only imports TensorFlow and Keras, which is a part of the time of a first step.
 IMPORTS = "imports alone"
 PARTS = (FLOOR, INPUT, IMPORTS)  # each is only a part of training
 BEST = "best peer"
-# Of the table of times: a column has the one of its peers that a section has.
+# The columns of the table of times. In each section, a column shows that one of its peers that was
+# measured there.
 COLUMNS = {
     "engine": ("engine",),
     "compiled": (COMPILED,),
@@ -57,12 +59,14 @@ Key = tuple[str, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What one peer took for one section.
+    """The times of one peer in one section.
 
     Attributes:
-        section: a workload, or what else was timed
-        every: the loss was read on the host so often, in steps; 0: never
-        seconds: of a step, a batch or a start; one for each round
+        section: the name of the workload, or of another measurement
+        devices: the number of devices
+        every: the number of steps after which the loss is read on the host; 0: never
+        peer: the name of the peer
+        seconds: the time of a step, a batch or a start, for each round
     """
 
     section: str
@@ -73,13 +77,20 @@ class Timing:
 
     @property
     def key(self) -> Key:
-        """What has to be the same for a comparison."""
+        """The attributes that two times must have in common to be compared."""
         return self.section, self.devices, self.every
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory of a process that trains, MiB, before and after so many steps and checkpoints."""
+    """The memory of a process that trains, in MiB.
+
+    Attributes:
+        steps: the number of steps between the two measurements
+        checkpoints: the number of checkpoints between the two measurements
+        before: the memory at the first measurement
+        after: the memory at the second measurement
+    """
 
     steps: int
     checkpoints: int
@@ -88,12 +99,13 @@ class Memory:
 
 
 class Goal(NamedTuple):
-    """A ratio of times that the engine has to reach.
+    """A ratio of times that the engine should reach.
 
     Attributes:
-        above: who takes the longer time, or whose times are added up
-        below: the same of the other side
-        needed: how large the ratio has to be, or at most
+        key: the section, the number of devices, and the steps between two reads of the loss
+        above: the peers whose times are added up in the numerator
+        below: the peers whose times are added up in the denominator
+        needed: the minimum of the ratio, or the maximum if ``at_most`` is true
     """
 
     key: Key
@@ -134,7 +146,7 @@ GOALS = [
     Goal(CLUSTER, (TEXTBOOK,), ENGINE, 2.6),
     Goal(CLUSTER, (IN_GRAPH,), ENGINE, 1.6),
     Goal(("images", 1, 50), ENGINE, (INPUT,), 1.05, at_most=True),
-    # The imports, which both need, take three quarters of the time of ``fit``.
+    # The imports, which are part of both times, take three quarters of the time of ``fit``.
     Goal(START, ENGINE, (FIT,), 0.95, at_most=True),
     Goal(("checkpoints of cnn", 1, 50), (SAVING,), ENGINE, 1.06, at_most=True),
     Goal(("cnn, exact", 4, 50), (LOGICAL,), ENGINE, 1.25, at_most=True),
@@ -142,7 +154,7 @@ GOALS = [
     Goal(("evaluation of mlp", 1, 0), (EVALUATE,), ENGINE, 4.5),
     Goal(("evaluation of cnn", 1, 0), (EVALUATE,), ENGINE, 1.9),
 ]
-# On a GPU, Keras compiles by default, too, except for the LSTM.
+# On a GPU, Keras compiles all models except the LSTM by default, as the engine does.
 GPU_GOALS = [
     *(Goal((name, 1, 50), (MANY,), ENGINE, 4.0) for name in ("mlp", "transformer")),
     Goal(("cnn", 1, 50), (MANY,), ENGINE, 3.5),
@@ -160,7 +172,13 @@ GPU_GOALS = [
 
 
 class Reached(NamedTuple):
-    """A goal's words, the ratio of each round, what is needed, and whether it is at most that."""
+    """A goal with its measured ratios.
+
+    Attributes:
+        text: a description of the goal
+        ratios: the ratio of each round
+        needed: the minimum of the median ratio, or the maximum if ``at_most`` is true
+    """
 
     text: str
     ratios: list[float]
@@ -173,13 +191,13 @@ class Reached(NamedTuple):
 
     @property
     def reached(self) -> bool:
-        """Whether the median is on the right side, as it is printed: to two decimal places."""
+        """True if the median, rounded to two decimal places as it is printed, reaches the goal."""
         measured = round(self.measured, 2)
         return measured <= self.needed if self.at_most else measured >= self.needed
 
 
 class Results:
-    """All that was measured."""
+    """All measurements, and the goals for them."""
 
     def __init__(
         self,
@@ -192,7 +210,7 @@ class Results:
         self._wanted = list(wanted)
 
     def seconds(self, key: Key, *peers: str) -> list[float]:
-        """Returns the times of peers by round, added up; none if one was not measured."""
+        """Returns the sum of the peers' times for each round; [] if a peer was not measured."""
         seconds_by_peer = {
             timing.peer: timing.seconds for timing in self.timings if timing.key == key
         }
@@ -200,12 +218,12 @@ class Results:
         return [sum(of_round) for of_round in rounds]
 
     def ratios(self, key: Key, above: Iterable[str], below: Iterable[str]) -> list[float]:
-        """Returns by round how much longer some took than others."""
+        """Returns for each round the time of ``above`` divided by the time of ``below``."""
         pairs = zip(self.seconds(key, *above), self.seconds(key, *below), strict=False)
         return [numerator / other for numerator, other in pairs]
 
     def goals(self) -> Iterator[Reached]:
-        """Returns the goals for which everything was measured."""
+        """Yields the goals for which all times were measured."""
         for goal in self._wanted:
             text = str(goal)
             if goal.above == (BEST,):
@@ -219,7 +237,7 @@ class Results:
             yield Reached(text, [self.memory.after / self.memory.before], 1.02, True)
 
     def _find_best(self, key: Key) -> str:
-        """Returns who took the least, of those that train from data that has to be read."""
+        """Returns the fastest peer, except the engine and the peers that do a part of training."""
         medians = {
             timing.peer: statistics.median(timing.seconds)
             for timing in self.timings
@@ -231,7 +249,14 @@ class Results:
 def print_report(
     results: Results, console: Console, notes: Iterable[str] = (), all_goals: bool = True
 ) -> None:
-    """Prints a line of times for each section, and the goals, all or those that were missed."""
+    """Prints a line of times for each section, and the goals.
+
+    Args:
+        results: the measurements
+        console: where to print
+        notes: lines to print at the end
+        all_goals: whether to print all goals, or only those that were missed
+    """
     console.print(TITLE)
     table = Table("section", "devices", "read every", box=box.SIMPLE)
     measured = {timing.peer for timing in results.timings}
@@ -268,7 +293,7 @@ def print_report(
 
 
 def _cell(results: Results, key: Key, peers: Iterable[str]) -> str:
-    """The median; a start's in seconds."""
+    """Returns the median of a peer's times: in seconds above 0.1 s, otherwise in microseconds."""
     medians = [
         statistics.median(seconds) for peer in peers if (seconds := results.seconds(key, peer))
     ]
@@ -276,7 +301,7 @@ def _cell(results: Results, key: Key, peers: Iterable[str]) -> str:
 
 
 def _range(values: list[float]) -> str:
-    """The lower and the upper quartile."""
+    """Returns the lower and the upper quartile."""
     if len(values) < 2:
         return ""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,9 +1,9 @@
-"""One process of the benchmark: its devices are fixed when TensorFlow starts.
+"""Measures sections of the benchmark in one process, whose number of devices is fixed.
 
-``python -m benchmarks.worker DEVICE DEVICES ROUNDS FILE SECTION...`` writes what it measures as
-JSON, a line for each result. A section is a workload with how often the loss is read, such as
-``mlp/50``, on a GPU with a policy, or one of ``evaluation``, ``checkpoints``, ``memory`` and
-``logical``.
+``python -m benchmarks.worker DEVICE DEVICES ROUNDS FILE SECTION...`` writes a line of JSON for each
+result. A section is ``evaluation``, ``checkpoints``, ``memory``, ``logical``, or a workload with
+the number of steps between two reads of the loss, such as ``mlp/50``. On a GPU, a dtype policy can
+be added: ``mlp/50/mixed_float16``.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ from benchmarks.workloads import WORKLOADS, Workload
 from ctl_core.cluster.strategy import prepare
 from ctl_core.cluster.task import count_cores
 
-EVALUATED = 300  # batches: 10,000 examples or so
-# XLA's convolutions on a CPU are slow, as is their compilation; a GPU's LSTM is cuDNN's.
+EVALUATED = 300  # batches, about 10,000 examples
+# The workloads that are also measured compiled. On a CPU, XLA's convolutions are slow, and so is
+# compiling them. On a GPU, Keras' LSTM uses cuDNN, which XLA cannot compile.
 JITTED = {"cpu": "mlp lstm transformer embedding", "gpu": "mlp cnn transformer embedding"}
 
 
@@ -62,10 +63,15 @@ def steps(
     names: tuple[str, ...] | None = None,
     device: str = "cpu",
 ) -> Iterator[Timing]:
-    """Times the peers on a workload, after a check that they train the same; by default all.
+    """Times the peers on a workload, after checking that they train the same weights.
 
     Args:
-        every: the loss is read on the host so often, in steps
+        work: the workload
+        devices: the number of devices
+        every: the number of steps after which the loss is read on the host
+        rounds: the number of times that each peer is timed
+        names: the peers; by default all that can train the workload
+        device: ``cpu`` or ``gpu``
     """
     work = work.on(devices)
     strategy = _strategy(devices)
@@ -82,7 +88,7 @@ def steps(
 
 def _fits(name: str, device: str, work: Workload, devices: int, every: int) -> bool:
     workload = work.name.partition(",")[0]
-    if workload == "images":  # the loops differ by nothing that would show
+    if workload == "images":  # the time of the input hides the differences between the loops
         return name in ("engine", FIT, TEXTBOOK, INPUT)
     often = devices == 1 and every == 50
     if name == COMPILED:
@@ -90,7 +96,7 @@ def _fits(name: str, device: str, work: Workload, devices: int, every: int) -> b
         return often and workload in JITTED[device].split() and not is_default
     if name == UNCOMPILED:
         return often and device == "gpu" and work.policy == "float32"
-    if work.policy != "float32":  # the loops that are written out here scale no loss
+    if work.policy != "float32":  # the hand-written loops do not scale the loss
         return name in ("engine", FIT, MANY)
     if name in (FLOOR, INPUT):
         return often
@@ -98,10 +104,11 @@ def _fits(name: str, device: str, work: Workload, devices: int, every: int) -> b
 
 
 def _strategy(devices: int) -> tf.distribute.Strategy:
-    """One for all peers but the engine, which makes its own; on one device, that of no scope.
+    """Returns the strategy of all peers except the engine, which creates its own.
 
-    Peers add up gradients as the engine does. With what TensorFlow takes by default for CPU
-    devices, collectives, they would be several times slower, and two loops in one process collide.
+    The peers sum gradients in the same way as the engine. By default, TensorFlow uses collective
+    operations on CPU devices. With these, the peers would be several times slower, and two loops in
+    one process could not run at the same time.
     """
     if devices == 1:
         return tf.distribute.get_strategy()
@@ -118,7 +125,7 @@ def _rounds(
     tolerance: float,
     warm: int = 1,
 ) -> Iterator[Timing]:
-    """Checks, warms up, times and ends the loops."""
+    """Checks the weights of the loops, warms them up, times them, and ends them."""
     reference: list[Any] | None = None
     for peer, pace in paces.items():
         begun = time.perf_counter()
@@ -138,7 +145,7 @@ def _rounds(
 
 
 def check_equal(weights: list[Any], reference: list[Any], what: str, tolerance: float) -> None:
-    """Compares the weights of two peers; the tolerance is ``Workload``'s."""
+    """Compares the weights of two peers; for ``tolerance``, see ``Workload``."""
     largest = max(float(np.abs(other).max()) for other in reference)
     for weight, other in zip(weights, reference, strict=True):
         np.testing.assert_allclose(weight, other, tolerance, tolerance * largest, err_msg=what)
@@ -187,8 +194,8 @@ def _evaluate_by_keras(work: Workload, steps_per_call: int, pace: Pace) -> None:
 
 def checkpoints(rounds: int, work: Workload) -> Iterator[Timing]:
     """Times the engine on a workload, without checkpoints and with one every 100 steps."""
-    # Ten checkpoints in a segment: what is still written when the training stands still is not
-    # timed, so that of one checkpoint alone a part would be missing.
+    # There are ten checkpoints in a segment. A part of the last one is written after the segment,
+    # and is not timed. If there were only one checkpoint, this part would distort the result.
     work = dataclasses.replace(work, segment=1000)
     strategy = _strategy(1)
     saving = functools.partial(engine, ckpt_every=100)
@@ -197,15 +204,17 @@ def checkpoints(rounds: int, work: Workload) -> Iterator[Timing]:
         name: Pace(functools.partial(loop, work, strategy, 50), work.segment)
         for name, loop in loops.items()
     }
-    # The first two checkpoints of a run are others, and not timed: their graphs are traced.
+    # The segments with the first two checkpoints of a run are not timed, because graphs are traced
+    # for them.
     title = f"checkpoints of {work.name}"
     yield from _rounds(title, 1, 50, paces, rounds, work.tolerance, warm=2)
 
 
 def logical(rounds: int, devices: int, *workloads: Workload) -> Iterator[Timing]:
-    """Times the engine with four logical replicas, beside itself without: all deterministic.
+    """Times the engine with four logical replicas, and without; both are deterministic.
 
-    On one device, it is also timed with four micro-batches. All have the threads of the process.
+    On one device, the engine is also timed with four micro-batches. All use the same number of
+    threads.
     """
     for work in workloads:
         work = work.on(devices)
@@ -231,7 +240,7 @@ def memory(warm: int = 2000, steps_between: int = 20_000) -> Memory:
 
     def note() -> None:
         gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])  # Linux's
+        pages = int(Path("/proc/self/statm").read_text().split()[1])  # exists only on Linux
         used.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
     reads = {50: lambda loss: float(loss)}
@@ -242,13 +251,13 @@ def memory(warm: int = 2000, steps_between: int = 20_000) -> Memory:
 
 
 def main(device: str, devices: int, rounds: int, file: Path, sections: list[str]) -> None:
-    """Measures section after section and writes each result to the file at once."""
+    """Measures the sections one after another, and writes each result to the file immediately."""
     if device == "gpu" and not tf.config.list_physical_devices("GPU"):
         raise SystemExit("error: TensorFlow finds no GPU.")
     threads = None
-    if "logical" in sections:  # as a run with logical replicas would, for all peers
+    if "logical" in sections:  # as in a run with logical replicas, but for all peers
         threads = count_cores()
-    if devices > 1 or threads is not None:  # as the engine would, for all peers
+    if devices > 1 or threads is not None:  # as the engine does, but for all peers
         prepare(ctl_core.Config(steps=1, virtual_devices=devices, intra_op_threads=threads))
 
     def find(name: str, policy: str = "float32") -> Workload:
@@ -274,5 +283,5 @@ def main(device: str, devices: int, rounds: int, file: Path, sections: list[str]
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])
-    # A distributed iterator may take minutes to be destroyed; there is nothing left to wait for.
+    # The normal end of a process would destroy distributed iterators, which may take minutes.
     os._exit(0)

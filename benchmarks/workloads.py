@@ -1,6 +1,7 @@
-"""What is trained: data, model and optimizer of each workload, the same for every peer.
+"""The workloads of the benchmark: data, model and optimizer, which are the same for every peer.
 
-Data are random numbers made here, read in their order; weights depend on their shapes only.
+The data are random numbers from fixed seeds, and are read in a fixed order. Initial weights depend
+only on their shapes.
 """
 
 from __future__ import annotations
@@ -20,20 +21,24 @@ WORDS = 5000
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A training to be timed.
+    """A training that is timed.
 
     Attributes:
-        batch_size: global
-        segment: steps that are timed at a time; a multiple of 50
-        compiled_segment: the same of peers that compile many steps into one, which would be at
-            their end before processor and pipeline are at their pace
-        dataset: of a batch size: one pass over the data
-        create_model: a model with logits as its output, and always the same weights
-        clip: the global norm that gradients are clipped at; None: they are not. Keras clips the
-            gradients of each replica, not their sum, so that with several, nobody clips.
-        tolerance: by how much of themselves, or of the model's largest, weights of two peers may
-            differ after 50 steps: far below what another update would make
-        policy: of Keras: what layers compute in
+        name: the name of the workload
+        batch_size: the global batch size
+        segment: the number of steps that are timed together; a multiple of 50
+        dataset: returns one pass over the data, for a batch size
+        create_model: creates a model whose outputs are logits, always with the same weights
+        create_opt: creates the optimizer, for a learning rate
+        clip: the global norm to which gradients are clipped; None: they are not clipped. On several
+            replicas, no peer clips, because Keras clips the gradients of each replica, not their
+            sum.
+        tolerance: the largest accepted difference between the weights of two peers after 50 steps,
+            relative to a weight or to the largest weight of the model. It is much smaller than the
+            difference that a wrong update would cause.
+        compiled_segment: the minimum length of a segment for peers that compile many steps into
+            one. Shorter segments would end before processor and input pipeline run at full speed.
+        policy: the dtype policy of Keras
     """
 
     name: str
@@ -48,38 +53,38 @@ class Workload:
     policy: str = "float32"
 
     def segment_of(self, compiled: bool) -> int:
-        """Steps that are timed at a time."""
+        """Returns the number of steps that are timed together."""
         return max(self.segment, self.compiled_segment) if compiled else self.segment
 
     def on_gpu(self, policy: str) -> Workload:
-        """The workload as it is trained on a GPU, which multiplies matrices in TF32 or less."""
+        """Returns the workload for a GPU, with the tolerance that TF32 or float16 requires."""
         name = f"{self.name}, {policy}".removesuffix(", float32")
         return dataclasses.replace(self, name=name, policy=policy, tolerance=1e-2)
 
     def on(self, replicas: int) -> Workload:
-        """The workload as it is trained on several replicas, where steps take longer."""
+        """Returns the workload for several replicas, with shorter segments and without clipping."""
         if replicas == 1:
             return self
         return dataclasses.replace(self, clip=None, segment=max(50, self.segment // 100 * 50))
 
     def endless(self) -> tf.data.Dataset:
-        """The pipeline that peers read: global batches without end."""
+        """Returns the pipeline that the peers read, an endless stream of global batches."""
         return self.dataset(self.batch_size).repeat().prefetch(tf.data.AUTOTUNE)
 
 
 def losses(labels: Any, logits: Any) -> Any:
-    """Cross-entropy, a number per example."""
+    """Returns the cross-entropy of each example."""
     logits = tf.cast(logits, tf.float32)
     return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
 
 
 def nadam(rate: Any) -> keras.optimizers.Optimizer:
-    """The engine's default optimizer."""
+    """Creates the engine's default optimizer."""
     return keras.optimizers.Nadam(learning_rate=rate, epsilon=0.001)
 
 
 def with_weights(*layers: Any) -> keras.Model:
-    """Makes a model of layers; the scale of each kernel is that of its inputs (He et al., 2015)."""
+    """Creates a model, and initializes its kernels as in He et al. (2015) from a fixed seed."""
     model = keras.Sequential(layers)
     random = np.random.default_rng(1)
 
@@ -93,7 +98,7 @@ def with_weights(*layers: Any) -> keras.Model:
 
 
 def sliced(inputs: np.ndarray, classes: int) -> Callable[[int], tf.data.Dataset]:
-    """Reads arrays in their order, with labels at random."""
+    """Returns a function that creates a dataset of ``inputs``, in order, with random labels."""
     labels = np.random.default_rng(2).integers(0, classes, len(inputs)).astype("int32")
 
     def dataset(batch_size: int) -> tf.data.Dataset:
@@ -104,12 +109,12 @@ def sliced(inputs: np.ndarray, classes: int) -> Callable[[int], tf.data.Dataset]
 
 
 def normal(*shape: int) -> np.ndarray:
-    """Random inputs."""
+    """Returns random inputs, which are normally distributed."""
     return np.random.default_rng(3).normal(size=shape).astype("float32")
 
 
 def mlp() -> Workload:
-    """So little to compute that what is left is the loop's own cost."""
+    """Creates a dense network that is so small that the cost of the loop dominates."""
     layer = keras.layers.Dense
 
     def create_model() -> keras.Model:
@@ -120,7 +125,7 @@ def mlp() -> Workload:
 
 
 def cnn() -> Workload:
-    """Images of 28x28, as in a first tutorial, in batches so small that the loop shows, too."""
+    """Creates a CNN for images of 28x28, in batches so small that the cost of the loop matters."""
     layer = keras.layers
 
     def create_model() -> keras.Model:
@@ -138,9 +143,10 @@ def cnn() -> Workload:
 
 
 def embedding() -> Workload:
-    """Sparse gradients, and an optimizer that leaves the other rows alone.
+    """Creates a model with sparse gradients, and an optimizer that updates only their rows.
 
-    Nobody clips: Keras takes the norm before it adds up the rows of a word that occurs twice.
+    No peer clips: Keras computes the norm before it adds up the rows of a word that occurs twice,
+    so its result would differ.
     """
     layer = keras.layers
     words = np.random.default_rng(4).integers(0, WORDS, (3200, SEQUENCE)).astype("int32")
@@ -160,7 +166,7 @@ def embedding() -> Workload:
 
 
 def lstm() -> Workload:
-    """Many small operations, one after the other."""
+    """Creates an LSTM: many small operations that depend on one another."""
 
     def create_model() -> keras.Model:
         return with_weights(keras.Input((20, 8)), keras.layers.LSTM(16), keras.layers.Dense(10))
@@ -169,7 +175,7 @@ def lstm() -> Workload:
 
 
 def transformer() -> Workload:
-    """Two blocks of width 64 on sequences of 32, as in a first tutorial on attention."""
+    """Creates a Transformer of two blocks, with width 64 and sequences of length 32."""
     layer = keras.layers
     width = 64
 
@@ -186,12 +192,13 @@ def transformer() -> Workload:
         return keras.Model(inputs, layer.Dense(10)(layer.GlobalAveragePooling1D()(outputs)))
 
     data = sliced(normal(800, 32, 16), 10)
-    # Normalisation divides small gradients by small spreads, and Nadam makes steps of their signs.
+    # The tolerance is larger, because rounding errors grow: layer normalization divides small
+    # gradients by small deviations, and Nadam turns small gradients into full steps.
     return Workload("transformer", 16, 50, data, create_model, nadam, tolerance=2e-3)
 
 
 def images() -> Workload:
-    """Bound by its input: photographs are decoded, cropped, resized, flipped and brightened."""
+    """Creates a workload whose time is that of its input: decoding and augmenting photographs."""
     noise = np.random.default_rng(5).integers(0, 255, (64, 25, 30, 3)).astype("uint8")
     large = noise.repeat(15, axis=1).repeat(16, axis=2)
     files = np.array([tf.io.encode_jpeg(image).numpy() for image in large])
@@ -209,7 +216,7 @@ def images() -> Workload:
         examples = tf.data.Dataset.from_tensor_slices((files, labels)).enumerate()
         decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE)
         options = tf.data.Options()
-        options.autotune.ram_budget = 2**26  # or 100 batches are read while a peer stands still
+        options.autotune.ram_budget = 2**26  # otherwise 100 batches are read while a peer is paused
         return decoded.batch(batch_size, drop_remainder=True).with_options(options)
 
     def create_model() -> keras.Model:

@@ -1,6 +1,6 @@
 """A small engine for custom TensorFlow training: hooks, and many steps inside one graph call.
 
-Public names are imported on first use, so that ``--help`` does not wait for TensorFlow.
+Public names are imported on first use, so that ``--help`` does not have to wait for TensorFlow.
 """
 
 # ruff: noqa: F401
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __version__ = "2.0.0"
 
-# The module of each public name.
+# The module that defines each public name.
 _HOME = {
     "Checkpointing": "hooks.results",
     "Config": "run.settings",
@@ -76,7 +76,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'ctl_core' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"ctl_core.{_HOME[name]}"), name)
-    return globals().setdefault(name, value)  # hooks look it up at each step
+    # The value is cached in the module, because hooks access public names in every step.
+    return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

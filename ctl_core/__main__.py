@@ -1,9 +1,15 @@
 """Runs the command line: ``python -m ctl_core COMMAND``.
 
-Exit codes: 0 the command succeeded; 1 it failed while running, or training ended with a loss that
-is not finite; 2 wrong usage, settings or hooks; 75 another process of the cluster was lost; 130
-stopped by SIGINT after saving, or by a second one without saving; 143 stopped by SIGTERM or SIGUSR1
-after saving, or without saving because nothing ended for ``stall_seconds``.
+Exit codes:
+
+- 0: The command succeeded.
+- 1: The command failed while running, or training ended with a loss that is not finite.
+- 2: The command line, a setting or a hook is wrong.
+- 75: Another process of the cluster was lost.
+- 130: Training saved a checkpoint and stopped after SIGINT, or stopped without saving after a
+  second SIGINT.
+- 143: Training saved a checkpoint and stopped after SIGTERM or SIGUSR1, or stopped without saving
+  because it made no progress for ``stall_seconds``.
 """
 
 import contextlib
@@ -29,6 +35,7 @@ try:
     from ctl_core.cluster.signals import INTERRUPTED
     from ctl_core.cluster.task import LONGEST, Task, read_task
     from ctl_core.commands.cli import COMMANDS, Command, parse_command
+    from ctl_core.commands.stub import format_hook_stub, format_stub
     from ctl_core.hooks.callbacks_file import (
         HooksFile,
         check_compiles,
@@ -47,7 +54,7 @@ except ModuleNotFoundError as error:
     )
     sys.exit(2)
 
-# --check trains on three virtual devices.
+# The number of virtual devices on which ``--check`` trains.
 CHECK_DEVICES = 3
 
 
@@ -55,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: the command and its flags; by default those of the process
+        argv: the command and its flags; default: the arguments of the process
 
     Returns:
         The exit code.
@@ -73,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         command = parse_command(argv)
         debug = command.config.debug
         return _run(command, argv, is_supervised)
-    except SystemExit as end:  # --help, or a signal
+    except SystemExit as end:  # raised by --help, or after a signal
         return int(end.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         if debug:
@@ -86,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {text}", file=sys.stderr, flush=True)
         if _would_hang_at_exit(code, owns_process):
             logging.shutdown()
-            with contextlib.suppress(OSError):  # the reader of a pipe may have ended
+            with contextlib.suppress(OSError):  # stdout may be a pipe whose reader has ended
                 sys.stdout.flush()
             os._exit(code)
         return code
@@ -99,12 +106,14 @@ def _print_usage() -> None:
     print("\n<command> --help shows its settings.")
 
 
-def _print_hooks(name: str | None) -> None:
-    """Prints the reference of a hook, or the table of all hooks."""
+def _print_hooks(name: str | None, is_stub: bool) -> None:
+    """Prints all hooks, or everything about one; a stub is the code of defaults and examples."""
     if name is None:
-        print(format_table(), end="")
+        text = format_stub() if is_stub else format_table()
     else:
-        print(format_hook(find_spec(name)), end="")
+        spec = find_spec(name)
+        text = format_hook_stub(spec) if is_stub else format_hook(spec)
+    print(text, end="")
 
 
 def _describe_failure(error: BaseException) -> tuple[int, str]:
@@ -123,22 +132,23 @@ def _would_hang_at_exit(code: int, owns_process: bool) -> bool:
     # After an interrupt, a thread of the user's program may never end.
     if owns_process and code == INTERRUPTED:
         return True
-    # TensorFlow's shutdown waits for the other processes of a cluster, and these wait for this one
-    # in a collective. The module is imported only once TensorFlow is.
+    # TensorFlow's shutdown waits for the other processes of a cluster, while these wait for this
+    # process in a collective. The module is looked up in sys.modules rather than imported, because
+    # importing it would import TensorFlow.
     strategy = sys.modules.get("ctl_core.cluster.strategy")
     return strategy is not None and bool(strategy.has_joined())
 
 
 def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
-    """Runs a parsed command; returns its exit code.
+    """Runs a parsed command and returns its exit code.
 
     Args:
         command: the command
-        argv: the words that it was parsed from, for the processes of a cluster
+        argv: the command line, which is passed on to the processes of a cluster
         is_supervised: whether a supervisor has started this process
     """
     if command.name == "hooks":
-        _print_hooks(command.options["hook"])
+        _print_hooks(command.options["hook"], command.options["stub"])
         return 0
     config = command.config
     is_training = command.name == "train"
@@ -154,8 +164,8 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
         print("cluster: this is the evaluator: evaluate --watch", flush=True)
         return _run(_await_run(config), argv, is_supervised)
 
-    # TensorFlow's C++ messages are about the machine, not the run. When a cluster loses a process
-    # there are many of them, and the engine reports the loss in one line.
+    # TensorFlow's C++ messages are about the machine, not the run. When a cluster loses a process,
+    # TensorFlow prints many messages, but the engine reports the loss in one line.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if config.debug else "3")
     hooks_file = find_callbacks(
         config.callbacks,
@@ -164,7 +174,7 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
         is_training,
         is_named=command.names_callbacks,
     )
-    if not is_supervised:  # the supervisor has printed the notes
+    if not is_supervised:  # the supervisor has printed the notes already
         _print_notes(command, task, hooks_file)
     check_compiles(hooks_file)
     if not is_training or command.options["check"]:
@@ -178,11 +188,11 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
 
 
 def _start_in_background(config: Config, argv: list[str]) -> int:
-    """Trains in another process; returns 0 once it has taken a step.
+    """Starts training in another process, and returns 0 once that process has taken a step.
 
     Args:
         config: the settings
-        argv: the words of the command
+        argv: the command line
     """
     name = config.run_name or choose_run_name(Path(config.runs_dir))
     words = [word for word in argv if word.partition("=")[0] != "--background"]
@@ -190,7 +200,7 @@ def _start_in_background(config: Config, argv: list[str]) -> int:
 
 
 def _print_notes(command: Command, task: Task, hooks_file: HooksFile) -> None:
-    """Prints which settings were ignored, the place in the cluster, and if callbacks.py changed."""
+    """Prints notes about ignored settings, the cluster, and changes to callbacks.py."""
     for note in command.notes:
         print(note, flush=True)
     if task.processes > 1:
@@ -200,8 +210,8 @@ def _print_notes(command: Command, task: Task, hooks_file: HooksFile) -> None:
 
 
 def _leave_cluster(config: Config) -> Config:
-    """Returns the settings of a command that runs in this process alone, also within a cluster."""
-    os.environ.pop("TF_CONFIG", None)  # other libraries read it, too
+    """Returns the settings of a command that runs in this process only, even in a cluster."""
+    os.environ.pop("TF_CONFIG", None)  # other libraries read this variable, too
     strategy = "auto" if config.strategy == "multi_worker" else config.strategy
     return dataclasses.replace(config, workers=1, strategy=strategy)
 
@@ -211,7 +221,7 @@ def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
 
     Args:
         command: the command
-        config: its settings, as they apply to this process
+        config: the settings of the command that apply to this process
         hooks_file: the file with the hooks
     """
     is_training = command.name == "train"
@@ -224,11 +234,12 @@ def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
 
     if is_training:
         _prepare_devices(config, command.options["check"])
-    elif config.intra_op_threads is not None:  # kernels add up as they do in training
+    elif config.intra_op_threads is not None:  # the number of threads changes the order of sums
         _prepare_devices(dataclasses.replace(config, virtual_devices=1), is_check=False)
     quiet_libraries(not config.debug)
     callbacks = load_callbacks(hooks_file)
-    if Path.cwd() != folder:  # callbacks.py has changed the folder; the run's place stays the same
+    # If callbacks.py has changed the working directory, the folder of the run must stay the same.
+    if Path.cwd() != folder:
         config = dataclasses.replace(
             config,
             runs_dir=str(folder / config.runs_dir),
@@ -245,7 +256,11 @@ def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
 
 
 def _prepare_devices(config: Config, is_check: bool) -> None:
-    """Sets up TensorFlow's devices, before callbacks.py can initialize TensorFlow without them."""
+    """Sets up TensorFlow's devices.
+
+    Call this before callbacks.py is imported, because it may initialize TensorFlow, after which
+    devices can no longer be set up.
+    """
     from ctl_core.cluster.strategy import prepare
 
     devices = config.virtual_devices
@@ -274,26 +289,26 @@ def _train(callbacks: types.ModuleType, config: Config, options: dict[str, Any])
 
 
 def _await_run(config: Config) -> Command:
-    """Waits until the cluster has begun its run; returns the command of the evaluator for it.
+    """Waits until the cluster has started its run, and returns the command that evaluates the run.
 
     Raises:
-        PeerLost: the run has not begun within ``LONGEST`` seconds.
+        PeerLost: the run has not started within ``LONGEST`` seconds.
     """
     run = Path(config.runs_dir, str(config.run_name))
     deadline = time.monotonic() + LONGEST
     while not (run / "config.yaml").is_file():
         if time.monotonic() > deadline:
-            raise PeerLost(f"after {LONGEST:.0f} s, there is no run to evaluate: {run}")
+            raise PeerLost(f"no run to evaluate appeared at {run} within {LONGEST:.0f} s")
         time.sleep(0.2)
     return parse_command(["evaluate", run.name, "--watch", f"--runs-dir={config.runs_dir}"])
 
 
 def _import_libraries(debug: bool) -> None:
-    """Imports TensorFlow and Keras, without garbage collection, which takes a sixth of the time.
+    """Imports TensorFlow and Keras with garbage collection off, which saves a sixth of the time.
 
-    The objects that the import creates stay until the end, so later collections skip them as well.
-    While it is imported, TensorFlow's C++ prints the processor's features to stderr at any log
-    level; unless ``debug``, these lines are dropped.
+    The objects that the import creates exist until the process ends, so later collections skip
+    them as well. During the import, TensorFlow's C++ code prints the processor's features to stderr
+    at any log level. Without ``debug``, these lines are dropped.
     """
     if "tensorflow" in sys.modules:
         return

@@ -1,7 +1,7 @@
 """Builds the state of a run: calls the create hooks in the right order under the strategy's scope.
 
 Everything that hooks create is recorded, see hooks/recording.py. All commands that use a run start
-from here.
+by building its state.
 """
 
 from __future__ import annotations
@@ -95,15 +95,15 @@ def create_state(
 ) -> State:
     """Calls the create hooks, builds every variable, and checks the results of the hooks.
 
-    A run that starts from scratch loads the weights that ``init_from`` names. Otherwise nothing is
-    read from a checkpoint, and nothing is trained.
+    If the run starts from scratch, the weights that ``init_from`` names are loaded. No other
+    checkpoint is read, and nothing is trained.
 
     Args:
         callbacks: the hooks
         config: the settings
         run: the run folder
         console: prints warnings
-        strategy: whose replicas train; default: the one that the settings ask for
+        strategy: the strategy whose replicas train; default: the strategy that the settings name
 
     Raises:
         SetupError: a setting or a hook cannot work; the message says which and why.
@@ -117,19 +117,19 @@ def create_state(
         console.warn(warning)
     try:
         return _Builder(hooks, config, run, strategy, cluster, console).build()
-    except tf.errors.OpError as error:  # of reading data, since nothing else has run
+    except tf.errors.OpError as error:  # no ops have run except those that read data
         if is_peer_lost(cluster.task, error):
             raise
         raise SetupError(
             f"{hooks.create_dataset}: reading the data: {format_error(error)}"
         ) from error
-    except HookFailed as error:  # nothing has been trained: the hooks are wrong, the run is not
+    except HookFailed as error:  # nothing has been trained, so this is an error of the setup
         raise SetupError(str(error)) from error.__cause__
 
 
 @dataclasses.dataclass
 class _Builder:
-    """Builds one run; each method is a stage of it."""
+    """Builds the state of one run; each method is one stage."""
 
     hooks: Hooks
     config: Config
@@ -149,10 +149,11 @@ class _Builder:
         shape = data.shape
         if config.logical_replicas is not None:
             refuse_hooks(self.hooks)
-        # Outside of the scope: one for all replicas, so that ``int(ckpt.step)`` works.
+        # The step is created outside of the strategy's scope, so that it is one variable for all
+        # replicas, and ``int(ckpt.step)`` works.
         with recording.record_as("engine"), tf.device("CPU:0"):
             step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
-        # For hooks that ask TensorFlow for the step; steps that are traced set their own.
+        # Hooks may read this step through TensorFlow. Traced steps set their own number instead.
         tf.summary.experimental.set_step(step)
         with self.strategy.scope():
             with recording.record_as("engine"):
@@ -168,8 +169,9 @@ class _Builder:
                 train_metrics=self._create("create_train_metrics"),
             )
             traced = self._trace_forward(forward)
-        # What is created from here on may copy the weights: optimizers, averages, eval_model. This
-        # is outside of the scope, in which the copies of random generators would be replicated.
+        # The weights are loaded before optimizers, averages and eval_model are created, because
+        # these may copy the weights. Loading happens outside of the strategy's scope, because it
+        # also copies the random generators, and the scope would replicate these copies.
         loaded = self._load_initial_weights(forward.train_model)
         with self.strategy.scope():
             optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables)
@@ -214,7 +216,8 @@ class _Builder:
             ckpt, manager = self._create_ckpt(components, rate)
         if loaded is not None:
             self._finish_initial_weights(forward.train_model, loaded)
-        _ = ckpt.save_counter  # TensorFlow creates it when it is first asked for: not on replicas
+        # TensorFlow creates save_counter on first access, which must not happen on a replica.
+        _ = ckpt.save_counter
         recording.fix()
         if config.logical_replicas is not None:
             generators = [*recording.generators, *recording.tf_generators]
@@ -242,7 +245,8 @@ class _Builder:
         if config.logical_replicas is not None and replicas > config.logical_replicas:
             raise SetupError(
                 f"logical_replicas: {replicas} devices cannot share {config.logical_replicas} "
-                "logical replicas; take fewer devices, or begin a run with more logical replicas."
+                "logical replicas; use fewer devices, or start a run with more logical "
+                "replicas."
             )
         shape = BatchShape(
             config.batch_size,
@@ -262,7 +266,7 @@ class _Builder:
         return sorted(dtypes & {"bfloat16", "float16"})
 
     def _create_average(self, weights: list[Variable]) -> WeightAverage | None:
-        """Creates the moving average of the weights, if the settings ask for it."""
+        """Creates the moving average of the weights; returns None if ``ema`` is not set."""
         if self.config.ema is None:
             return None
         with self.recording.record_as("ema"):
@@ -272,8 +276,8 @@ class _Builder:
         """Returns the function that assigns the learning rate of a step; None without a schedule.
 
         Args:
-            lr: the rate that hooks are passed
-            rate: the rate that ``create_opt`` was passed
+            lr: the rate that is passed to hooks
+            rate: the rate that was passed to ``create_opt``
         """
         config = self.config
         named = {
@@ -285,30 +289,30 @@ class _Builder:
         is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
         if is_scheduled and lr is rate and rate.is_used:
             return RateSchedule(config, rate).apply
-        if "config" in named:  # a hook may read these settings by itself
+        if "config" in named:  # a hook may apply lr_schedule and warmup itself
             return None
         if is_scheduled:
             reason = "does not use lr"
             if lr is not rate:
-                reason = "gives the optimizer a schedule of its own"
-            self.console.warn(f"lr_schedule and warmup change nothing: create_opt {reason}.")
+                reason = "gives the optimizer its own schedule"
+            self.console.warn(f"lr_schedule and warmup have no effect: create_opt {reason}.")
         elif not rate.is_used and config.learning_rate != SETTINGS["learning_rate"].default:
-            self.console.warn("learning_rate changes nothing: create_opt does not use lr.")
+            self.console.warn("learning_rate has no effect: create_opt does not use lr.")
         return None
 
     def _create_ckpt(
         self, components: Components, rate: LearningRate
     ) -> tuple[tf.train.Checkpoint, tf.train.CheckpointManager]:
-        """Calls ``create_ckpt``; returns its checkpoint and its manager.
+        """Calls ``create_ckpt``, and returns the checkpoint and the manager that it created.
 
         Raises:
-            SetupError: ``keep`` is set, and the hook does not use it.
+            SetupError: ``keep`` is set, but the hook does not use this setting.
         """
         hook = self.hooks.create_ckpt
         if self.config.keep != SETTINGS["keep"].default and "config" not in hook.arguments:
             raise SetupError(
-                f"keep: {hook} does not use it; write max_to_keep=config.keep there, and name "
-                "config among the arguments."
+                f"keep: {hook} does not use it; add the argument config, and pass "
+                "max_to_keep=config.keep."
             )
         prepare_list(self.run.ckpt)
         return self._create(
@@ -325,8 +329,8 @@ class _Builder:
         """Calls a hook, and records the variables and layers that it creates.
 
         Args:
-            name: of the hook
-            values: its arguments by name, which differ from hook to hook
+            name: the name of the hook
+            values: the arguments of the hook, by name
         """
         with self.recording.record_as(name):
             created = getattr(self.hooks, name)(**values)
@@ -335,14 +339,15 @@ class _Builder:
 
     @contextlib.contextmanager
     def _scratch(self, hook: str, spec: BatchSpec) -> Iterator[tuple[tf.Graph, Batch]]:
-        """Yields a graph in which hooks are called without running anything, and a batch for them.
+        """Yields a graph for tracing hooks without running any op, and a placeholder batch.
 
-        Variables that are created in it exist outside of it. Variables that it reads and that were
-        created elsewhere, such as at import, are recorded. The graph is not that of a tf.function,
-        in which random generators could not be created on several replicas.
+        Variables that are created in this graph exist outside of it as well. Variables that the
+        graph reads but that were created elsewhere, such as at import, are recorded. The graph does
+        not belong to a tf.function, because random generators cannot be created there on several
+        replicas.
 
         Args:
-            hook: the name of the hook that variables are recorded for
+            hook: the name of the hook under which new variables are recorded
             spec: the specification of the batch
         """
         recording = self.recording
@@ -362,8 +367,8 @@ class _Builder:
     def _trace_forward(self, forward: ForwardComponents) -> TracedForward:
         """Runs the forward hooks once on placeholders, so that all their variables exist.
 
-        No layer is frozen during that run: an optimizer also has to know the variables that are
-        unfrozen later.
+        No layer is frozen meanwhile, because an optimizer also needs to know the variables that
+        hooks unfreeze later.
         """
         recording = self.recording
         objectives: list[tuple[str, ReplicaObjective]] = []
@@ -399,20 +404,20 @@ class _Builder:
         """Loads the weights that ``init_from`` names, if the run starts from scratch.
 
         Returns:
-            The loaded weights; None if nothing is to be loaded.
+            The loaded weights; None if there is nothing to load.
         """
         if self.config.init_from is None or self.run.source is not None:
             return None
-        # Random numbers are determined by the seed of this run.
+        # Random generators keep their states, because the seed of this run determines them.
         generators = ReplicaCopies(self.strategy, self.recording.generators)
         with generators.put_back_after():
             return load_initial_weights(train_model, self.hooks.create_model, self.config)
 
     def _finish_initial_weights(self, train_model: Model, loaded: InitialWeights) -> None:
-        """Loads the variables that were created meanwhile, and prints what was loaded.
+        """Loads weights into variables that were created later, and prints which were loaded.
 
-        Such variables are, for example, those of a layer that only evaluations call. Only now are
-        all variables known that a pattern of ``init_skip`` may match.
+        For example, a layer that only evaluations call creates its variables late. Patterns of
+        ``init_skip`` are checked here, because only now are all variables known.
         """
         check_patterns(train_model, self.config)
         if len(list_weights(train_model)) > len(loaded.paths):
@@ -423,7 +428,7 @@ class _Builder:
     def _collect_variables(
         self, objectives: list[tuple[str, ReplicaObjective]], weights: list[Variable]
     ) -> VariablesByObjective:
-        """Returns the variables of each objective; those of a single one include all weights."""
+        """Returns the variables of each objective; a single objective includes all weights."""
         by_identity: dict[str, dict[int, Variable]] = {}
         for name, objective in objectives:
             variables = list(objective.variables)
@@ -450,7 +455,7 @@ class _Builder:
         }
 
     def _create_loss_metrics(self, names: Iterable[str]) -> dict[str, keras.Metric]:
-        """Creates a mean for each logged part of the loss."""
+        """Creates a mean metric for each logged part of the loss."""
         with self.recording.record_as("create_train_metrics"):
             return {name: keras.metrics.Mean(name) for name in dict.fromkeys(names)}
 
@@ -461,7 +466,7 @@ class _Builder:
         recording = self.recording
         metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
         generators = recording.generators
-        if self.config.logical_replicas is not None:  # which get the states of a logical replica
+        if self.config.logical_replicas is not None:  # each logical replica has its own states
             generators += recording.tf_generators
         ignored = {id(unwrap(v)) for v in (*generators, *metrics)}
         max_stretch = {
@@ -478,12 +483,12 @@ class _Builder:
             has_replicas = self.strategy.num_replicas_in_sync > 1
             if self.config.logical_replicas is not None:
                 is_sum = id(variable) in recording.summed
-                has_replicas = True  # a run on one device can be resumed on several
+                has_replicas = True  # a run on one device may be resumed on several devices
             is_shared = id(variable) not in max_stretch and not is_sum
             if is_shared and has_replicas and variable.dtype == tf.string:
                 raise self.hooks.create_model.reject(
-                    f"the forward pass writes {name_variable(variable)}, a variable of dtype "
-                    "string, which replicas cannot exchange; write a number instead."
+                    f"the forward pass assigns {name_variable(variable)}, a string variable, "
+                    "which replicas cannot exchange; use a number instead."
                 )
             written.append(WrittenVariable(variable, max_stretch.get(id(variable)), is_shared))
         return tuple(written)
@@ -494,15 +499,16 @@ class _Builder:
         """Calls ``create_opt``, and lets each optimizer create its own variables.
 
         Returns:
-            The optimizer, or the dict of optimizers, that the hook returned; and all of them by
-            objective.
+            The optimizer, or the dict of optimizers, that the hook returned; and a dict of all
+            optimizers by objective.
         """
         hooks = self.hooks
         hook = hooks.create_opt
         if hooks.turns and self.config.accumulate_steps > 1:
             raise SetupError(
-                f"accumulate_steps: {self.config.accumulate_steps} micro-batches cannot go with "
-                "turns, in which several updates are made on one batch; leave one of the two out."
+                f"accumulate_steps: {self.config.accumulate_steps} micro-batches cannot be "
+                "combined with turns, which make several updates on one batch; use only one "
+                "of the two."
             )
         with self.recording.record_as("create_opt"):
             optimizer = hook(lr=rate, train_model=forward.train_model)
@@ -525,23 +531,26 @@ class _Builder:
         return optimizer, optimizers
 
     def _build_optimizer(self, optimizer: Optimizer, variables: list[Variable]) -> None:
-        """Lets an optimizer create its variables, unless it has done so.
+        """Lets an optimizer create its variables, unless they exist already.
 
         Raises:
-            SetupError: it was created outside of ``create_opt``.
+            SetupError: the optimizer was created outside of ``create_opt``.
         """
         hook = self.hooks.create_opt
         iterations = getattr(optimizer, "iterations", None)
         if isinstance(iterations, keras.Variable):
             is_created_here = self.strategy.extended.variable_created_in_scope(unwrap(iterations))
             if not is_created_here:
-                raise hook.reject("returned an optimizer that was made before; make it there.")
+                raise hook.reject(
+                    "returned an optimizer that was created before the call; "
+                    "create it inside the hook."
+                )
         build = getattr(optimizer, "build", None)
         if callable(build) and not getattr(optimizer, "built", False):
             call_made(hook, build, variables)
 
     def _trace_update(self, components: Components) -> None:
-        """Runs ``update_pre`` on placeholders, so that its variables exist."""
+        """Runs ``update_pre`` on placeholders, so that it creates its variables."""
         kept = frozenset(PIECES) & {*self.hooks.update_pre.arguments}
         with self._scratch("update_pre", self.data.share_spec) as (_, batch):
             for turn in TraceContext(components).list_turns():
@@ -549,7 +558,7 @@ class _Builder:
                 call_update_pre(turn, 1, variables, contribution, contribution)
 
     def _trace_evaluation(self, components: Components, evaluation: Evaluation | None) -> None:
-        """Evaluates placeholders, so that all variables of eval_model and metrics exist."""
+        """Evaluates placeholders, so that eval_model and the metrics create all their variables."""
         context = TraceContext(components)
         if evaluation is None:
             with self._scratch_evaluation(context, self.data.share_spec):
@@ -566,9 +575,9 @@ class _Builder:
 
     @contextlib.contextmanager
     def _scratch_evaluation(self, context: StepContext, spec: BatchSpec) -> Iterator[Batch]:
-        """Calls ``eval_model`` in a graph that is not run; yields the batch that it was called on.
+        """Calls ``eval_model`` in a graph that is never run, and yields the batch it was called on.
 
-        Afterwards, losses that are scaled in the graph are refused.
+        On exit, the graph is rejected if it scales a loss.
         """
         with compat.run_layers(False), self._scratch("create_metrics", spec) as (graph, batch):
             if context.components.eval_model is not None:
@@ -586,7 +595,7 @@ class TracedForward(NamedTuple):
         weights: the trainable variables of the model
         written: the variables that the forward pass writes
         drawing_layers: the kinds of layers that draw random numbers
-        scalar_losses: the objectives whose loss is one number for a batch
+        scalar_losses: the objectives whose loss is a single number per batch
         unchanged_losses: the objectives whose loss ``grad_pre`` returned unchanged
         logged: the names of the logged parts of the loss
     """
@@ -603,16 +612,18 @@ class TracedForward(NamedTuple):
 def find_untrainable(
     variables: Collection[Variable], strategy: tf.distribute.Strategy
 ) -> str | None:
-    """Returns which of the variables of an objective cannot be trained, and why; None if all can.
+    """Returns why the variables of an objective cannot be trained; None if they can.
+
+    The returned text names the first such variable.
 
     Args:
         variables: the variables of the objective
-        strategy: whose replicas train
+        strategy: the strategy whose replicas train
     """
     if not variables:
         return (
-            "no trainable_vars: nothing to train; Keras knows the variables that add_weight and "
-            "layers of __init__ or build make, and no tf.Variable"
+            "there is nothing to train: Keras tracks variables that are created by "
+            "add_weight, or by layers assigned in __init__ or build, but no plain tf.Variable"
         )
     for variable in variables:
         reason = _explain_untrainable(variable, strategy)
@@ -626,11 +637,11 @@ def _explain_untrainable(variable: Variable, strategy: tf.distribute.Strategy) -
     is_created_here = strategy.extended.variable_created_in_scope
     if strategy.num_replicas_in_sync > 1 and not is_created_here(unwrap(variable)):
         return (
-            "was made outside of the hooks, so the replicas have no copies of it; make it in "
-            "create_model"
+            "was created outside the hooks, so the replicas have no copies of it; create it "
+            "in create_model"
         )
     if tf.as_dtype(variable.dtype) == tf.float16:
-        return "is in float16, in which most updates are lost; use mixed_float16"
-    if getattr(variable, "overwrite_with_gradient", False):  # by quantize("float8")
-        return "is overwritten with its gradient, which replicas cannot sum"
+        return "has the dtype float16, in which most updates are rounded away; use mixed_float16"
+    if getattr(variable, "overwrite_with_gradient", False):  # quantize("float8") sets this
+        return "has a gradient that overwrites it, and replicas cannot add up such gradients"
     return None

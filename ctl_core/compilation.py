@@ -1,7 +1,7 @@
 """Decides whether XLA compiles the steps of a run, before a batch is drawn or a variable changes.
 
-The decision is made once per run and stored in its checkpoints, because a compiled step draws other
-random numbers than an uncompiled one.
+The decision is made once per run and stored in its checkpoints, because the random numbers of a
+compiled step differ from those of an uncompiled step.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from ctl_core.model.state import State
 from ctl_core.run.errors import HookFailed, NotCompilable, SetupError
 from ctl_core.run.files import relative_path
 
-_BEGUN_WITHOUT = "the run was begun so, and compiled steps would draw other random numbers"
+_BEGUN_WITHOUT = (
+    "the run was started without it, and compiled steps would draw other random numbers"
+)
 
 
 def choose_functions(
     state: State, summaries: tf.summary.SummaryWriter, begun: bool | None
 ) -> StepFunctions:
-    """Decides whether steps are compiled, and returns their functions.
+    """Decides whether steps are compiled, and returns the functions that take them.
 
     The decision is assigned to ``state.compilation``. With ``jit_compile: auto``, a new run on a
-    single GPU is compiled if XLA can compile its steps. A resumed run stays compiled or uncompiled,
-    as it was begun.
+    single GPU is compiled if XLA can compile its steps. A resumed run stays compiled if it was
+    started compiled, and uncompiled otherwise.
 
     Args:
         state: the state of the run
-        summaries: writes the summaries of hooks that are in the graph
+        summaries: writes the summaries of graph hooks
         begun: whether the resumed run is compiled; None for a new run
 
     Raises:
@@ -54,14 +56,14 @@ def choose_functions(
 def _choose_automatically(
     state: State, summaries: tf.summary.SummaryWriter, is_new: bool
 ) -> StepFunctions:
-    """Returns the functions for ``auto``: of a new run, or of a resumed run that is compiled."""
+    """Returns the functions for ``auto``, for a new run or for a resumed run that is compiled."""
     start = time.monotonic()
     if not is_new:
         reason = find_setting_against(state)
     elif is_on_gpu(state.strategy):
         reason = _find_reason_against_new(state)
     else:
-        reason = "it trains on a CPU"
+        reason = "training runs on a CPU"
     if reason is None:
         parts = find_compilation(state.components, state.data)
         functions = StepFunctions(state, summaries, parts)
@@ -75,16 +77,16 @@ def _choose_automatically(
     if not is_new:
         name = relative_path(state.run_dir)
         raise SetupError(
-            f"jit_compile: {name} is compiled by XLA, which cannot be done here: {reason}. Begin "
-            f"another run from it, with other random numbers: --fork {name}; or begin one with "
-            "--no-jit-compile, which trains the same everywhere."
+            f"jit_compile: {name} is compiled by XLA, which is impossible here: {reason}. "
+            f"Start another run from it, with other random numbers: --fork {name}; or start "
+            "one with --no-jit-compile, which trains the same weights everywhere."
         )
     state.compilation = CompilationChoice(Compilation.NOTHING, reason)
     return StepFunctions(state, summaries, Compilation.NOTHING)
 
 
 def find_setting_against(state: State) -> str | None:
-    """Returns the setting because of which ``auto`` does not compile; None if there is none."""
+    """Returns the setting that prevents ``auto`` from compiling a run; None if there is none."""
     config = state.config
     reasons = {
         "deterministic is set": config.deterministic,
@@ -95,10 +97,10 @@ def find_setting_against(state: State) -> str | None:
 
 
 def _find_reason_against_new(state: State) -> str | None:
-    """Returns why a new run is not compiled, whatever its graph is; None without a reason.
+    """Returns why a new run is not compiled, before tracing any graph; None if there is no reason.
 
-    Runs on several replicas are not compiled, because XLA may leak threads there (TensorFlow issue
-    56423): no long run has shown yet that it does not.
+    Runs on several replicas are not compiled, because XLA may leak threads on them (TensorFlow
+    issue 56423). No long run has yet shown that it does not.
     """
     reason = find_setting_against(state)
     if reason is not None:
@@ -107,7 +109,7 @@ def _find_reason_against_new(state: State) -> str | None:
     if shape.logical_replicas is not None:
         return "logical_replicas is set"
     if shape.replicas > 1:
-        return "it trains on several replicas"
+        return "there are several replicas"
     return find_varying_shape(shape, state.data.dataset.element_spec)
 
 
@@ -119,8 +121,8 @@ def is_on_gpu(strategy: tf.distribute.Strategy) -> bool:
 def find_obstacle(state: State, functions: StepFunctions) -> str | None:
     """Returns why XLA cannot compile the steps of a run; None if it can.
 
-    The tested steps return all values that host hooks take. If these steps compile, so do all
-    graphs of the run, as long as no hook unfreezes a layer.
+    The tested steps return every value that some host hook takes as an argument. If XLA can compile
+    these steps, it can compile all graphs of the run, unless a hook unfreezes a layer later.
     """
     hooks = state.hooks
     schedules = (*hooks.every_steps.values(), *hooks.at_step.values())
@@ -131,13 +133,13 @@ def find_obstacle(state: State, functions: StepFunctions) -> str | None:
         if isinstance(error.__cause__, NotCompilable):
             place, _, _ = str(error).partition(": ")
             return f"{place} writes a tf.summary"
-        return str(error)  # if it also fails uncompiled, tracing the uncompiled step raises it
+        return str(error)  # if the uncompiled step fails too, tracing that step raises the error
 
 
 def explain_for_gpu(state: State) -> str:
-    """Returns a line for ``--check``: whether a run on a GPU would be compiled.
+    """Returns a line for ``--check`` that says whether the run would be compiled on a GPU.
 
-    The answer is that of a CPU, so it may be incomplete. The run itself is not changed.
+    The answer may be incomplete, because the check runs on a CPU. The run itself is not changed.
     """
     if state.config.jit_compile is False:
         return "not compiled on a GPU: jit_compile is false"
@@ -147,7 +149,7 @@ def explain_for_gpu(state: State) -> str:
         reason = find_obstacle(state, StepFunctions(state, writer, Compilation.STEP))
     if reason is not None:
         return f"not compiled on a GPU: {reason}"
-    text = "as traced on a CPU, XLA can compile the step"
+    text = "XLA can compile the step as it was traced on a CPU"
     recurrent = list_cudnn_layers(state.recording.layers)
     if recurrent:
         text += (
@@ -158,7 +160,7 @@ def explain_for_gpu(state: State) -> str:
 
 
 def list_cudnn_layers(layers: list[keras.Layer]) -> list[str]:
-    """Returns the names of the layers that Keras builds with cuDNN on a GPU if cuDNN fits them."""
+    """Returns the names of the layers for which Keras uses cuDNN on a GPU whenever it can."""
     kinds = (keras.layers.LSTM, keras.layers.GRU)
     return [
         layer.name

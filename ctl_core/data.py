@@ -1,10 +1,11 @@
 """Helpers for ``create_dataset``: shuffles by index, seeds for examples, length buckets, splits.
 
-Shuffles and seeds work everything out from the number of examples since the start of the run: a
-checkpoint need hold nothing else. They never end: a run with them is measured in steps.
+Shuffles and seeds are computed from the number of examples since the start of the run, so a
+checkpoint needs to save nothing else. These datasets are endless, so the length of a run that uses
+them is given in steps.
 
-An example's split or fold depends on the hash of its own key and nothing else, so that examples of
-one key, such as all pictures of one patient, stay together. The hash is FarmHash's Fingerprint64,
+The split or the fold of an example depends only on the hash of its key. Examples with the same key,
+such as all pictures of one patient, therefore stay together. The hash is FarmHash's Fingerprint64,
 which TensorFlow promises never to change.
 """
 
@@ -15,27 +16,31 @@ import tensorflow as tf
 
 from ctl_core.types import Count, Structure
 
-# Strings or whole numbers: a tensor, an array, a nested list, or a single key.
+# Keys are strings or whole numbers, in a tensor, an array or a nested list, or a single key.
 Keys: TypeAlias = Any
 
-_ENDLESS = 2**40  # examples, more than any run sees
+# The number of examples in an endless dataset: more than any run uses.
+_ENDLESS = 2**40
 _HASHES = 2**62
 
 
 def index_shuffle(examples: int, batch_size: int, seed: int) -> tf.data.Dataset:
-    """Shuffles indices of data in memory: a ``Dataset.shuffle`` has its buffer in each checkpoint.
+    """Returns an endless dataset of shuffled indices, for data that are in memory.
 
-    ``index_shuffle(n, b, seed).map(lambda i: tf.gather(images, i))`` is endless. Its int64 vectors
-    of shape [batch_size] have each index once a pass, in another order each time; a batch may run
-    over the end of a pass.
+    Use it as ``index_shuffle(n, b, seed).map(lambda i: tf.gather(images, i))``. Its elements are
+    int64 vectors of shape [batch_size]. Each pass has every index once, in a different order. A
+    batch may contain the last indices of one pass and the first ones of the next.
+
+    Unlike ``Dataset.shuffle``, it needs no buffer, which each checkpoint would have to save.
     """
     return index_shuffle_with_seeds(examples, batch_size, seed).map(lambda index, _: index)
 
 
 def index_shuffle_with_seeds(examples: int, batch_size: int, seed: int) -> tf.data.Dataset:
-    """The same in pairs with seeds for random changes to examples, int64 of [batch_size, 2].
+    """Returns the dataset of ``index_shuffle``, with seeds for random changes to examples.
 
-    They are for ``tf.random.stateless_*`` through ``tf.map_fn``.
+    Its elements are pairs of indices and seeds. The seeds are an int64 tensor of shape
+    [batch_size, 2]; ``tf.map_fn`` can pass each of its rows to a ``tf.random.stateless_*`` op.
     """
     if not 1 <= batch_size <= examples:
         raise ValueError(f"batch_size must lie between 1 and {examples} examples, got {batch_size}")
@@ -48,7 +53,7 @@ def index_shuffle_with_seeds(examples: int, batch_size: int, seed: int) -> tf.da
         count = first + tf.range(batch_size, dtype=tf.int64)
         number = count // examples
         position = count % examples
-        # A batch is no longer than a pass, so it has examples of two passes at most.
+        # A batch is no larger than a pass, so it contains examples of at most two passes.
         this_pass = shuffled(position, number[0])
         next_pass = shuffled(position, number[0] + 1)
         index = tf.where(tf.equal(number, number[0]), this_pass, next_pass)
@@ -58,12 +63,12 @@ def index_shuffle_with_seeds(examples: int, batch_size: int, seed: int) -> tf.da
 
 
 def with_seeds(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
-    """Pairs each element with a seed of its own, for random changes that a resumed run repeats.
+    """Pairs each element with its own seed, for random changes that a resumed run can reproduce.
 
-    Use it after ``shuffle`` and before ``batch``: ``with_seeds(examples, seed).map(augment)``. A
-    seed is int64 of shape [2], for ``tf.random.stateless_*``, and another one in each pass of the
-    dataset, which is repeated without end. (``tf.random.uniform`` keeps a state that no checkpoint
-    can hold.)
+    Use it after ``shuffle`` and before ``batch``: ``with_seeds(examples, seed).map(augment)``. The
+    dataset is repeated without end, and each pass has different seeds. A seed is an int64 tensor of
+    shape [2], for ``tf.random.stateless_*``. (Do not use ``tf.random.uniform`` instead, because
+    checkpoints cannot save its state.)
     """
 
     def pair(count: tf.Tensor, element: Structure) -> tuple[Structure, tf.Tensor]:
@@ -80,19 +85,19 @@ def bucket_by_length(
     padded_shapes: Structure = None,
     padding_values: Structure = None,
 ) -> tf.data.Dataset:
-    """Groups examples of about the same length into global batches, and pads each as a whole.
+    """Groups examples of similar length into global batches, and pads each batch as a whole.
 
-    ``bucket_by_length(examples, lambda words, label: tf.shape(words)[0], [10, 20, 40],
-    global_batch_size)``: replicas take their shares of a batch, so that padding does not depend on
-    their number. Examples that fill no batch at the end of a pass are left out; to lose none, use
-    it on the repeated dataset, in ``make_batches``.
+    For example: ``bucket_by_length(examples, lambda words, label: tf.shape(words)[0], [10, 20, 40],
+    global_batch_size)``. Replicas take their shares from a padded batch, so the padding does not
+    depend on the number of replicas. Examples that do not fill a batch at the end of a pass are
+    dropped. To keep all examples, call this function on the repeated dataset, in ``make_batches``.
 
     Args:
-        dataset: single examples, shuffled if they are to be
-        length_of: called with the parts of an example, returns its length
-        boundaries: lengths at which the next bucket begins, increasing
-        global_batch_size: examples in a batch
-        padded_shapes, padding_values: as of ``Dataset.padded_batch``
+        dataset: the single examples, already shuffled if you want them shuffled
+        length_of: returns the length of an example; called with the parts of the example
+        boundaries: the lengths at which the next bucket begins, in increasing order
+        global_batch_size: the number of examples in a batch
+        padded_shapes, padding_values: see ``Dataset.padded_batch``
     """
     return dataset.bucket_by_sequence_length(
         lambda *example: tf.cast(length_of(*example), tf.int32),
@@ -104,9 +109,10 @@ def bucket_by_length(
 
 
 def hash_of(keys: Keys) -> tf.Tensor:
-    """Returns the hash of each key, int64 from 0 up to below 2**62; a number's is that of its text.
+    """Returns the hash of each key, an int64 that is at least 0 and less than 2**62.
 
-    Keys are strings or whole numbers; TensorFlow refuses others.
+    Keys are strings or whole numbers; TensorFlow rejects others. A number has the same hash as the
+    string of its digits.
     """
     keys = tf.convert_to_tensor(keys)
     if keys.dtype.is_integer:
@@ -115,14 +121,20 @@ def hash_of(keys: Keys) -> tf.Tensor:
 
 
 def split_of(keys: Keys, fractions: Mapping[str, float]) -> tf.Tensor:
-    """Returns the name of each example's split, in a graph or outside.
+    """Returns the name of the split of each example: ``train``, ``validation`` or ``test``.
 
-    ``dataset.filter(lambda key, x: split_of(key, {"validation": 0.1}) == "train")``: fractions say
-    how much of all goes to ``validation`` and to ``test``; the rest is ``train``, from which a part
-    that grows takes. Keys are strings or whole numbers, of any shape.
+    It works both in a graph and eagerly. For example:
+    ``dataset.filter(lambda key, x: split_of(key, {"validation": 0.1}) == "train")``.
+
+    If you increase a fraction later, examples move only from ``train`` to that split.
+
+    Args:
+        keys: the keys of the examples, strings or whole numbers, of any shape
+        fractions: the fractions of all examples that are in ``validation`` and in ``test``; all
+            other examples are in ``train``
 
     Raises:
-        ValueError: a name is another one.
+        ValueError: ``fractions`` has a key other than ``validation`` and ``test``.
     """
     validation = fractions.get("validation", 0.0)
     test = fractions.get("test", 0.0)
@@ -135,8 +147,8 @@ def split_of(keys: Keys, fractions: Mapping[str, float]) -> tf.Tensor:
 
 
 def fold_of(keys: Keys, folds: int) -> tf.Tensor:
-    """Returns each example's fold for cross-validation, int64 from 0 up to below ``folds``.
+    """Returns each example's fold for cross-validation, an int64 from 0 to ``folds - 1``.
 
-    It has nothing to do with the example's split.
+    The fold of an example does not depend on its split.
     """
     return tf.strings.to_hash_bucket_fast(tf.strings.as_string(hash_of(keys)), folds)

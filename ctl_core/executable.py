@@ -18,28 +18,28 @@ from ctl_core.model.failures import find_line
 from ctl_core.run.errors import NotCompilable, format_error
 from ctl_core.types import GraphFunction, Structure
 
-# The op type of the inputs of a graph.
+# The op type of a graph's inputs.
 _INPUT = "Placeholder"
-# The beginning of each error message of lowering, and the name of the op that it is about.
+# The beginning of XLA's error messages about lowering, and the pattern of an op's name in them.
 _LOWERING_FAILED = "ValueError: Failed getting HLO text: '"
 _NODE = re.compile(r"\{\{node ([^{}]+)\}\}")
-# The types of ops that XLA cannot compile when ops are deterministic, even on a CPU.
+# The types of ops that XLA cannot compile if ops have to be deterministic, even on a CPU.
 _NOT_DETERMINISTIC = frozenset({"MaxPoolGrad", "MaxPool3DGrad"})
-_CUDNN_CURE = "; create its layer with use_cudnn=False, and it can"
+_CUDNN_CURE = "; create its layer with use_cudnn=False, which XLA can compile"
 
 
 NOT_COMPILABLE = (
-    "jit_compile compiles no tf.summary and no exchange of replicas; leave that out, or train with "
-    "--no-jit-compile"
+    "jit_compile cannot compile tf.summary or exchanges between replicas; leave these out, or "
+    "train with --no-jit-compile"
 )
 
 
 class Executable:
     """A function that XLA compiles when it is first called.
 
-    The function is traced separately, outside other graphs. It captures none of their tensors: all
-    tensors are arguments. This makes it possible to test whether XLA can compile the function
-    without running anything.
+    The function is traced separately from other graphs. It gets all its tensors as arguments and
+    captures none from another graph. This makes it possible to test whether XLA can compile the
+    function without running anything.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Executable:
 
         Args:
             components: the components of the step that the function computes
-            function: takes a structure of tensors for each of ``specs``
-            specs: the specifications of the arguments of the function; all shapes are fixed
+            function: the function; it takes one structure of tensors for each of ``specs``
+            specs: the specifications of the function's arguments; all shapes are fixed
         """
 
         @tf.function(jit_compile=True, autograph=False)
@@ -64,16 +64,16 @@ class Executable:
         self._concrete = compiled.get_concrete_function(*self._specs)
 
     def __call__(self, *arguments: Structure) -> Any:
-        """Calls the function with structures of tensors, inside or outside another graph."""
+        """Calls the function with structures of tensors, eagerly or inside another graph."""
         return self._concrete(*tf.nest.flatten(arguments))
 
     @functools.cached_property
     def obstacle(self) -> str | None:
-        """Why XLA cannot compile the function, with the hook and its line; None if it can.
+        """The reason why XLA cannot compile the function, with hook and line; None if it can.
 
-        Nothing is run, and no variable is assigned. On any device, the types of the ops are
-        compared with those that XLA can compile for a GPU. Shapes and dtypes are tested by lowering
-        the function for its own device, since lowering for a GPU needs a GPU.
+        Nothing is run, and no variable is assigned. The types of the ops are compared with the
+        types that XLA can compile for a GPU, whatever the device is. Shapes and dtypes are tested
+        by lowering the function for its own device, because lowering for a GPU requires a GPU.
         """
         op = find_uncompilable_op(self._concrete.graph)
         if op is not None:
@@ -94,13 +94,14 @@ def find_uncompilable_op(graph: tf.Graph) -> tf.Operation | None:
 
 
 def find_obstacle_to_determinism(graph: tf.Graph, hooks: Hooks) -> str | None:
-    """Returns why XLA cannot compile a graph with deterministic ops; None if no op prevents it."""
+    """Returns why XLA cannot compile a graph into deterministic ops; None if no op prevents it."""
     op = find_uncompilable_op(graph)
     if op is not None:
         return describe_op(op, hooks)
     for op in add_called_ops(graph.get_operations()):
         if op.type in _NOT_DETERMINISTIC:
-            # The message has the op's name, which contains the layer's; its line is in Keras.
+            # The message has the name of the op, which contains the layer's name, rather than the
+            # line of the op, which is in Keras.
             return f"{op.name} cannot be compiled into a deterministic op"
     return None
 
@@ -120,8 +121,8 @@ def describe_op(op: tf.Operation, hooks: Hooks) -> str:
 def describe_failure(error: Exception, graph: tf.Graph, hooks: Hooks) -> str:
     """Describes why a graph cannot be lowered, with op, hook and line if they are known.
 
-    The stack in XLA's message does not contain complete file names, so the op is looked up by its
-    name.
+    XLA's message contains a stack, but without complete file names. Therefore, the op is looked up
+    in the graph by its name.
     """
     reason = format_error(error, 160).removeprefix(_LOWERING_FAILED)
     named = _NODE.search(str(error))
@@ -134,7 +135,7 @@ def describe_failure(error: Exception, graph: tf.Graph, hooks: Hooks) -> str:
 
 @contextlib.contextmanager
 def forbid_uncompilable() -> Iterator[None]:
-    """Refuses summaries and exchanges between replicas in the executable of a replica.
+    """Rejects summaries, and exchanges between replicas, in the executable of a replica.
 
     Raises:
         NotCompilable: the code in the ``with`` block writes a summary or exchanges a value.
@@ -144,5 +145,5 @@ def forbid_uncompilable() -> Iterator[None]:
 
 
 def refuse_to_compile(*_: Any, **__: Any) -> None:
-    """Raises ``NotCompilable``; takes the place of a function that XLA cannot compile."""
+    """Raises ``NotCompilable``; replaces a function that XLA cannot compile."""
     raise NotCompilable(NOT_COMPILABLE)

@@ -1,13 +1,14 @@
-"""The graph functions that take steps, traced once for each state of frozen layers.
+"""The graph functions that take training steps.
 
-One kind takes many steps in a call. The other takes one step and returns the values that due hooks
-name.
+One kind of function takes many steps in a call. The other kind takes one step, and returns the
+values that due hooks have as arguments. If hooks freeze or unfreeze layers, the functions are
+traced again.
 
-In a compiled run on a single replica, a step is one XLA executable, and so are many steps whose
-batches are read at once (see input/prefetch.py). The sum over several replicas cannot be part of an
-executable. In this case, each replica has two executables: step.py creates one for the work before
-the sum, and update.py creates one for the work after it. compilation.py decides whether a run is
-compiled.
+In a compiled run on a single replica, each step is one XLA executable. If many batches are read at
+once (see input/prefetch.py), their steps are one executable, too. The sum over several replicas
+cannot be part of an executable. In this case, each replica has two executables: step.py creates one
+for the work before the sum, and update.py creates one for the work after it. compilation.py decides
+whether a run is compiled.
 """
 
 from __future__ import annotations
@@ -37,15 +38,20 @@ from ctl_core.run.files import relative_path
 from ctl_core.step import GlobalBatch, StepResult, strip_objective, train_step
 from ctl_core.types import Batch, BatchSpec, Count, PerReplica, Structure
 
-# A function that TensorFlow has traced, or traces when it is called; its attributes are its own.
+# A function that TensorFlow has traced, or traces when it is called. TensorFlow does not declare
+# the types of its attributes.
 GraphFunction: TypeAlias = Any
-# Values of a step by the name of the argument by which hooks take them.
+# Values of a step. The keys are the names of the hook arguments that receive the values.
 StepValues: TypeAlias = dict[str, Structure]
 _LOSS = frozenset({"loss"})
 
 
 def find_compilation(components: Components, data: Input) -> Compilation:
-    """Returns how a step is compiled if it is: as a whole on one replica, with fixed shapes."""
+    """Returns the parts of a step that are compiled if the run is compiled.
+
+    The whole step is compiled if there is a single replica and all shapes are fixed; otherwise only
+    the work of each replica is compiled.
+    """
     if components.shape.logical_replicas is not None:
         return Compilation.REPLICA
     has_fixed_shapes = find_varying_shape(components.shape, data.dataset.element_spec) is None
@@ -55,11 +61,11 @@ def find_compilation(components: Components, data: Input) -> Compilation:
 
 
 def find_varying_shape(shape: BatchShape, element_spec: BatchSpec) -> str | None:
-    """Returns what keeps the tensors of a step from having fixed shapes; None if nothing does.
+    """Returns why the tensors of a step do not have fixed shapes; None if they do.
 
     Args:
-        shape: of a global batch
-        element_spec: the specification of the dataset that global batches are read from
+        shape: the shape of a global batch
+        element_spec: the specification of the elements from which global batches are read
     """
     if not shape.by_rows:
         return "the number of rows in a batch varies"
@@ -69,7 +75,7 @@ def find_varying_shape(shape: BatchShape, element_spec: BatchSpec) -> str | None
         if not isinstance(spec, tf.TensorSpec):
             return "a tensor of the batches is ragged or sparse"
         if spec.dtype == tf.string:
-            return "a tensor of the batches has text"
+            return "a tensor of the batches contains strings"
         if spec.shape.rank is None or None in spec.shape[1:].as_list():
             return "the width of batches varies"
         if spec.shape.rank == 0:
@@ -80,28 +86,30 @@ def find_varying_shape(shape: BatchShape, element_spec: BatchSpec) -> str | None
 
 
 def begin_reading(data: Input, compilation: Compilation) -> None:
-    """Starts reading the training data as functions of this kind draw them."""
+    """Starts reading the training data: many batches at once for compiled steps, if possible."""
     data.begin(_count_batches_at_once(data, compilation))
 
 
 def _count_batches_at_once(data: Input, compilation: Compilation) -> int:
-    """Returns how many batches are read at once for an executable of many steps, or 0."""
+    """Returns the number of batches to read at once; 0 if they are read one by one."""
     if compilation is Compilation.STEP:
         return count_batches(data.dataset)
     return 0
 
 
 class CallResult(NamedTuple):
-    """The results of a graph call; its values are those of its last step.
+    """The results of a graph call. Values are those of the last step of the call.
 
     Attributes:
-        pieces: ``output`` and ``batch``, by name, of each replica and micro-batch
-        values: the other fetched values, by name
-        unused: the values of the other replicas, of values that are equal on all of them. They are
-            returned although nobody uses them: TensorFlow would rewrite arithmetic whose result
-            nobody asks for. It rounds differently, so the replicas' variables would drift apart.
-        flags: bool[steps, 2 + n]: for each step those of ``combine_flags``, and for each variable
-            of ``list_compared`` whether it is equal on all logical replicas
+        pieces: the values ``output`` and ``batch`` by name, each as a list with one entry for each
+            replica and micro-batch
+        values: the other fetched values by name, from the first replica
+        unused: the same values from the other replicas. Nothing uses them. If the graph did not
+            return them, TensorFlow would rewrite the arithmetic of these replicas, which would then
+            round differently, and the variables of the replicas would drift apart.
+        flags: bool[steps, 2 + n]. The first two columns are the flags of ``combine_flags``. The
+            others say, for each variable of ``list_compared``, whether it is equal on all logical
+            replicas.
     """
 
     pieces: dict[str, list[Structure]]
@@ -115,9 +123,10 @@ class StepFunctions:
 
     Attributes:
         devices: the replica devices of this process
-        flags: bool[steps, 2] for each call since it was last emptied, see ``combine_flags``
-        called: the graph functions that were called already. TensorFlow optimizes or compiles a
-            graph in its first call.
+        flags: an array bool[steps, 2] for each graph call since this list was last emptied, see
+            ``combine_flags``
+        called: the graph functions that have been called. TensorFlow optimizes or compiles a graph
+            during its first call.
         may_compile: whether the current or last graph call may include a compilation
     """
 
@@ -131,10 +140,10 @@ class StepFunctions:
         """Prepares the functions; they are traced when they are first needed.
 
         Args:
-            state: of the run
-            summaries: writes the summaries of hooks that are in the graph
+            state: the state of the run
+            summaries: writes the summaries of graph hooks
             compilation: the parts of a step that XLA compiles
-            quiet: whether steps run the model without noise, to be compared
+            quiet: whether the model runs without noise, so that steps can be compared
         """
         self.devices = tuple(state.strategy.extended.worker_devices)
         self.flags: list[np.ndarray] = []
@@ -150,39 +159,40 @@ class StepFunctions:
         if compilation is Compilation.STEP:
             summaries = GraphWriter(refuse_to_compile)
         self._tracer = StepTracer(context, state.data, summaries)
-        # The values that a loop returns of its last step. For all other values, the last step is a
-        # call of its own.
+        # The values that a loop of steps can return. If other values are needed, the last step is a
+        # separate graph call.
         self._loop_fetches = _LOSS if self._tracer.batches_at_once else frozenset()
         self._is_asked = False
         self.refresh()
 
     def refresh(self) -> None:
-        """Notices which layers hooks have frozen; the next step uses a graph traced for them."""
+        """Reads which layers are frozen now, so that the next step uses a graph traced for them."""
         self._frozen = tuple(read_flags(self._state.recording))
 
     @property
     def frozen(self) -> int:
-        """The state of frozen layers as a number."""
+        """A hash that identifies which layers are frozen."""
         return hash(self._frozen)
 
     def list_operations(self) -> Iterator[tf.Operation]:
-        """Yields the ops of all traced graphs, each before those of the functions it calls."""
+        """Yields the ops of all traced graphs, and of the functions that these ops call."""
         graphs = [function.graph for function in self._graphs.values()]
         return add_called_ops(itertools.chain(*(graph.get_operations() for graph in graphs)))
 
     def take_steps(self, steps: int, fetches: frozenset[str] = frozenset()) -> StepValues:
-        """Takes steps, and returns values of the last one.
+        """Takes steps, and returns values of the last step.
 
-        All steps are in one graph call, unless the values cannot be returned by a loop: then the
-        last step is a call of its own.
+        All steps run in one graph call. If a loop cannot return the values, however, the last step
+        is a separate call.
 
         Args:
-            steps: how many, at least 1
-            fetches: names of the values to return, out of ``table.OBSERVED``
+            steps: the number of steps to take, at least 1
+            fetches: the names of the values to return, from ``table.OBSERVED``
 
         Returns:
-            The values by name, as host hooks are passed them: with several objectives, gradients,
-            variables and losses are dicts by objective; with a single one, lists and a tensor.
+            The values by name, in the form that host hooks receive. With several objectives,
+            gradients, variables and losses are dicts by objective. With a single objective,
+            gradients and variables are lists, and the loss is a tensor.
         """
         function = self.trace(fetches)
         if fetches <= self._loop_fetches:
@@ -204,7 +214,7 @@ class StepFunctions:
         return values
 
     def _call(self, function: GraphFunction, *arguments: tf.Tensor) -> CallResult:
-        """Calls a graph function, and records whether XLA may compile it in this call."""
+        """Calls a graph function, and records whether XLA may compile it during this call."""
         is_compiled = self._tracer.context.compilation is not Compilation.NOTHING
         self.may_compile = is_compiled and function not in self.called
         self.called.add(function)
@@ -215,29 +225,31 @@ class StepFunctions:
         """Checks that logical replicas wrote the same values to variables.
 
         Args:
-            flags: bool[steps, n], whether they did in each step of a call, for each variable of
-                ``list_compared``
+            flags: bool[steps, n]; says for each step of a call and each variable of
+                ``list_compared`` whether the values were the same
 
         Raises:
-            RunError: they did not; the message names the first step and variable.
+            RunError: values differ; the message names the first such step and variable.
         """
         if flags.all():
             return
         row, column = np.argwhere(~flags)[0]
         step = self._state.step - len(flags) + 1 + int(row)
         raise RunError(
-            f"logical_replicas: in step {step}, the forward pass writes different values to "
-            f"{self._compared[column]} on different logical replicas; write what is equal on all "
-            "of them, or leave out logical_replicas."
+            f"logical_replicas: in step {step}, the forward pass assigns different values to "
+            f"{self._compared[column]} on different logical replicas; assign a value that is "
+            "equal on all of them, or leave out logical_replicas."
         )
 
     def trace(self, fetches: frozenset[str] = frozenset()) -> GraphFunction:
-        """Returns the concrete function for the layers that are frozen now, traced if need be.
+        """Returns the concrete function for the layers that are frozen now; traces it if necessary.
 
-        It returns a ``CallResult``. A loop takes the number of steps, an int32 scalar.
+        The function returns a ``CallResult``. If it is a loop, its argument is the number of steps,
+        an int32 scalar.
 
         Raises:
-            CompilationFailed: XLA cannot compile it, which ``find_obstacle`` was to find out.
+            CompilationFailed: XLA cannot compile the function, although ``find_obstacle`` found no
+                obstacle when the run began.
         """
         key = self._make_key(fetches)
         if key not in self._graphs:
@@ -258,7 +270,7 @@ class StepFunctions:
     def find_obstacle(self, fetches: frozenset[str]) -> str | None:
         """Returns why XLA cannot compile a step that returns these values; None if it can.
 
-        Nothing is run. From now on, every further graph is checked before it is used.
+        Nothing is run. From now on, every new graph is checked before it is used.
         """
         self._is_asked = True
         return (
@@ -271,7 +283,7 @@ class StepFunctions:
         return self._frozen, fetches
 
     def _trace_executable(self, fetches: frozenset[str]) -> Executable:
-        """Returns the executable for the layers that are frozen now, traced if need be."""
+        """Returns the executable for the layers that are frozen now; traces it if necessary."""
         key = self._make_key(fetches)
         if key not in self._executables:
             if self._tracer.batches_at_once and fetches <= self._loop_fetches:
@@ -283,17 +295,20 @@ class StepFunctions:
         return self._executables[key]
 
     def _note_variables(self, fetches: frozenset[str]) -> None:
-        """Keeps the variables of the step that was traced last, if hooks ask for them."""
+        """Records the variables of the step that was traced last, if they are to be returned."""
         if "variables" in fetches:
             self._variables[self._frozen] = self._tracer.traced_variables
 
     def _check(self, executable: Executable) -> None:
-        """Refuses an executable of a run that is compiled because all before it could be."""
+        """Raises an error if XLA cannot compile an executable that a compiled run needs.
+
+        This concerns only runs that are compiled because ``find_obstacle`` found no obstacle.
+        """
         if self._is_asked and executable.obstacle is not None:
             name = relative_path(self._state.run_dir)
             raise CompilationFailed(
                 f"jit_compile: {name} is compiled by XLA, but {executable.obstacle}, which the "
-                "next step needs; go on from it with other random numbers: --fork "
+                "next step needs; to continue from it with other random numbers: --fork "
                 f"{name} --no-jit-compile."
             )
 
@@ -302,7 +317,7 @@ class TracedStep(NamedTuple):
     """The results of a traced step.
 
     Attributes:
-        flags: bool[2 + n], see ``CallResult``
+        flags: bool[2 + n], the row of this step in ``CallResult.flags``
         values: the fetched values by name, as ``strategy.run`` returns them
     """
 
@@ -314,10 +329,11 @@ class StepTracer:
     """Traces single steps, for a loop or for a call of one step.
 
     Attributes:
-        context: in which steps are traced, without the number of a step
+        context: the context in which steps are traced, without a step number
         data: the training data
-        traced_variables: the variables, by objective, that the last traced step trains
-        batches_at_once: the number of batches that are stacked for an executable; 0 without one
+        traced_variables: the variables that the last traced step trains, by objective
+        batches_at_once: the number of batches that are stacked for an executable; 0 if batches are
+            not stacked
     """
 
     def __init__(
@@ -332,11 +348,12 @@ class StepTracer:
     def step_on_next_batch(
         self, fetches: frozenset[str], executable: Executable | None, step: tf.Tensor
     ) -> TracedStep:
-        """Traces a step on a batch that is drawn for it.
+        """Traces a step that draws the next batch.
 
         Args:
-            fetches: names of the values to return
-            executable: takes the step; None if the whole step is not compiled
+            fetches: the names of the values to return
+            executable: the executable that takes the step; None if the step is not compiled as a
+                whole
             step: the number of the step, an int64 scalar
         """
         if executable is None:
@@ -345,7 +362,7 @@ class StepTracer:
         return traced
 
     def compile_step(self, fetches: frozenset[str]) -> Executable:
-        """Traces the executable that takes a step, on a batch and with a number."""
+        """Traces the executable for one step; its inputs are a batch and the step number."""
 
         def take_step(batch: Batch, step: tf.Tensor) -> TracedStep:
             return self.step_on(GlobalBatch(*self.data.deal_out(batch)), fetches, step)
@@ -355,7 +372,7 @@ class StepTracer:
         return Executable(components, take_step, spec, tf.TensorSpec([], tf.int64))
 
     def compile_many_steps(self, fetches: frozenset[str]) -> Executable:
-        """Traces the executable that takes steps on stacked batches; see ``_take_stacked``."""
+        """Traces the executable that takes many steps on stacked batches; see ``_take_stacked``."""
         stacked_spec = tf.nest.map_structure(
             lambda spec: tf.TensorSpec([self.batches_at_once, *spec.shape], spec.dtype),
             self.data.dataset.element_spec,
@@ -370,7 +387,7 @@ class StepTracer:
     def step_on(
         self, global_batch: GlobalBatch, fetches: frozenset[str], step: tf.Tensor
     ) -> TracedStep:
-        """Traces a step on a global batch; ``step`` is its number, an int64 scalar."""
+        """Traces a step on a global batch; ``step`` is the step number, an int64 scalar."""
         context = self.context.begin_step(step)
         with self._summaries.as_default(step):
             result = train_step(context, global_batch, fetches)
@@ -395,8 +412,8 @@ class LoopState(NamedTuple):
     """The state of a loop of steps inside a graph.
 
     Attributes:
-        done: the number of steps that were taken, an int32 scalar
-        flags: bool[2 + n] for each step, see ``CallResult``
+        done: the number of steps that the loop has taken, an int32 scalar
+        flags: bool[2 + n] for each step, see ``CallResult.flags``
         values: the fetched values of the last step
     """
 
@@ -408,12 +425,15 @@ class LoopState(NamedTuple):
 def define_loop(
     tracer: StepTracer, fetches: frozenset[str], executable: Executable | None
 ) -> GraphFunction:
-    """Defines the graph function that takes a number of steps, an int32 scalar.
+    """Defines the graph function that runs a loop of steps.
+
+    The function has one argument: the number of steps to take, an int32 scalar.
 
     Args:
         tracer: traces the steps
-        fetches: names of the values to return of the last step
-        executable: takes one step, or as many as there are stacked batches; None: not compiled
+        fetches: the names of the values of the last step to return
+        executable: the executable that takes one step, or one step per stacked batch; None if the
+            steps are not compiled as a whole
     """
     step_variable = tracer.context.components.step_variable
     if executable is not None and tracer.batches_at_once:
@@ -430,7 +450,7 @@ def define_loop(
                 tf.constant(0), _create_flags(tracer, steps), _create_no_values(tracer, fetches)
             ),
         )
-        # Counted afterwards, so that steps of a call that fails are not counted.
+        # The steps are counted after the loop, so that a call that fails counts none of them.
         step_variable.assign_add(tf.cast(done, tf.int64))
         return CallResult({}, values, [], flags.stack())
 
@@ -447,7 +467,7 @@ def _take_single(
     flags: tf.TensorArray,
     _: StepValues,
 ) -> LoopState:
-    """Takes a step inside a loop, which has begun after the step ``before``."""
+    """Takes one step inside a loop; ``before`` is the number of steps taken before the loop."""
     step = before + tf.cast(done, tf.int64) + 1
     traced = tracer.step_on_next_batch(fetches, executable, step)
     return LoopState(done + 1, flags.write(done, traced.flags), traced.values)
@@ -462,7 +482,7 @@ def _take_stacked(
     flags: tf.TensorArray,
     _: StepValues,
 ) -> LoopState:
-    """Takes as many steps inside a loop as there are stacked batches, in one executable."""
+    """Takes several steps inside a loop with one call of an executable, one per stacked batch."""
     stacked, first, count = tracer.data.iterator.take(steps - done)
     new_flags, values = executable(stacked, first, before + tf.cast(done, tf.int64), count)
     flags = flags.scatter(done + tf.range(count), new_flags[:count])
@@ -481,18 +501,20 @@ def _take_many_steps(
 
     Args:
         tracer: traces a step
-        fetches: names of the values to return of the last step
+        fetches: the names of the values of the last step to return
         stacked: the batches
-        first: the index of the first one
-        before: the number of steps that were taken before
-        steps: how many steps to take
+        first: the index of the first batch to use
+        before: the number of steps that were taken earlier
+        steps: the number of steps to take
 
     Returns:
-        The flags of all steps, of which those beyond ``steps`` are empty; and the values.
+        The flags, with a row for each stacked batch, of which only the first ``steps`` rows are
+        meaningful; and the values of the last step.
     """
 
     def take_next(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
-        # By gather, because the index of a slice would be a constant of the executable.
+        # This uses gather, because XLA would compile the index of a slice into the executable as a
+        # constant.
         batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, first + done), stacked)
         global_batch = GlobalBatch(*tracer.data.deal_out(batch))
         traced = tracer.step_on(global_batch, fetches, before + tf.cast(done, tf.int64) + 1)
@@ -514,18 +536,19 @@ def _take_many_steps(
 def define_single_step(
     tracer: StepTracer, fetches: frozenset[str], executable: Executable | None
 ) -> GraphFunction:
-    """Defines the graph function that takes one step and returns values of it.
+    """Defines the graph function that takes one step and returns values of this step.
 
     Args:
         tracer: traces the step
-        fetches: names of the values to return
-        executable: takes the step; None if the whole step is not compiled
+        fetches: the names of the values to return
+        executable: the executable that takes the step; None if the step is not compiled as a whole
     """
     components = tracer.context.components
     local_results = components.strategy.experimental_local_results
     replicas = len(components.strategy.extended.worker_devices)
 
-    # An argument that is not needed would take each call some ten microseconds.
+    # The function has no argument for the number of steps, which would make each call about ten
+    # microseconds slower.
     @tf.function(autograph=False, input_signature=[])
     def run_step() -> CallResult:
         step = components.step_variable.read_value() + 1
@@ -551,7 +574,7 @@ def _list_pieces(
     replicas: int,
     local_results: Callable[[PerReplica], tuple[tf.Tensor, ...]],
 ) -> Iterator[Structure]:
-    """Yields the pieces of the first replica, one for each micro-batch, then of the next."""
+    """Yields the pieces of all micro-batches: those of the first replica, then of the next one."""
     for replica in range(replicas):
         for piece in micro_batches:
             yield tf.nest.map_structure(
@@ -566,6 +589,6 @@ def _create_flags(tracer: StepTracer, steps: Count) -> tf.TensorArray:
 
 
 def _create_no_values(tracer: StepTracer, fetches: frozenset[str]) -> StepValues:
-    """Returns the values of a loop before its first step: zeros in place of the losses."""
+    """Returns the values with which a loop of steps starts: zeros in place of the losses."""
     no_losses = {name: tf.zeros([]) for name in tracer.context.components.optimizers}
     return {name: strip_objective(no_losses) for name in fetches}

@@ -1,4 +1,4 @@
-"""Opens a run without changing it: for ``evaluate``, ``predict``, ``export`` and ``load``."""
+"""Opens a run without changing it, for ``evaluate``, ``predict``, ``export`` and ``load``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OpenRun(NamedTuple):
 
     Attributes:
         state: the state of the run
-        run: its folder
+        run: the folder of the run
         console: prints the messages of the run
     """
 
@@ -35,10 +35,10 @@ class OpenRun(NamedTuple):
 
 @contextmanager
 def open_run(callbacks: Callbacks, config: Config) -> Iterator[OpenRun]:
-    """Builds the state of a run on one device; no checkpoint is restored yet.
+    """Builds the state of a run on one device, without restoring a checkpoint.
 
-    TensorFlow may have started with another number of threads than the run was trained with. That
-    is no reason to refuse to read the run.
+    The number of threads is ignored: a run can be read even if TensorFlow has started with another
+    number of threads than the run was trained with.
     """
     config = dataclasses.replace(
         config, strategy="one_device", virtual_devices=1, workers=1, intra_op_threads=None
@@ -57,13 +57,13 @@ def restore_run(
     """Builds the state of a run and restores a checkpoint; with ``ema``, the averaged weights.
 
     Raises:
-        SetupError: there is no such checkpoint, or it does not fit.
+        SetupError: there is no such checkpoint, or it does not fit the model.
     """
     with open_run(callbacks, config) as (state, run, console):
         source = choose_checkpoint(run.path, checkpoint)
         Checkpoints(state, console).restore(source, with_input=False)
         note = ""
         if source.wanted == "best" and checkpoint is None:
-            note = ", the best one; --checkpoint last takes the newest"
+            note = ", the best one; use --checkpoint last for the newest"
         console.say(f"{run.shown}: checkpoint of step {state.step}{note}.")
         yield state, console

@@ -1,8 +1,9 @@
-"""The model of a checkpoint as a function from a request to the output of the model.
+"""Turns the model of a checkpoint into a function from a request to the model's output.
 
-``load``, ``predict`` and ``export`` use it. A request is the argument of the hook ``serve``, as its
-``input_signature`` describes it. Without an ``input_signature``, or without the hook, a request has
-the entries of a batch that the output depends on, which a label is not.
+``load``, ``predict`` and ``export`` use this function. A request is the argument of the hook
+``serve``, as described by the ``input_signature`` of the hook. Without an ``input_signature``, or
+without the hook, a request contains only those entries of a batch that the output depends on. For
+example, it contains no labels.
 """
 
 import dataclasses
@@ -48,25 +49,30 @@ from ctl_core.types import (
     UserObject,
 )
 
-# A function that TensorFlow has traced, or traces when it is called; its attributes are its own.
+# A function that TensorFlow has traced, or traces when it is called. TensorFlow does not declare
+# the types of its attributes.
 GraphFunction: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LoadedModel:
-    """The model of a checkpoint with the hooks before it; several threads may call it at once.
+    """The model of a checkpoint, and the hooks that compute its input from a request.
+
+    Several threads may call it at once.
 
     Attributes:
-        model: the result of ``create_inference_model``, or the model that is evaluated
+        model: the result of ``create_inference_model``; without that hook, the model that
+            evaluations use
         input_spec: the specification of a request; the first dimension, None, is the number of
             examples
-        output_spec: the specification of the output, in float32 even if the model computes in less
-        step: of the checkpoint
-        metrics: the values of the evaluation before the checkpoint by name, or {}
-        settings: of the run
+        output_spec: the specification of the output, which is float32 even if the model computes in
+            a lower precision
+        step: the step of the checkpoint
+        metrics: the values of the last evaluation before the checkpoint by name, or {}
+        settings: the settings of the run
         function: the graph function from a request to the output
-        run_batch: the graph function from a batch of ``create_eval_dataset`` to the output
-        state: has the variables that the functions use
+        run_batch: computes the output for a batch of ``create_eval_dataset``; a graph function
+        state: the state of the run, with the variables that the functions use
     """
 
     model: UserObject
@@ -83,11 +89,11 @@ class LoadedModel:
         """Returns the model's output for any number of examples, as ``output_spec`` describes it.
 
         Args:
-            inputs: arrays, lists or tensors: the argument of ``serve``; without that hook, the
+            inputs: the argument of ``serve``, as arrays, lists or tensors; without that hook, the
                 entries of a batch that ``input_pre`` needs
 
         Raises:
-            SetupError: the inputs do not fit ``input_spec``.
+            SetupError: the inputs do not match ``input_spec``.
         """
         spec = self.input_spec
         try:
@@ -103,7 +109,7 @@ class LoadedModel:
 
 
 def _convert_to_tensor(spec: tf.TypeSpec, value: UserObject) -> AnyTensor:
-    """Returns a tensor, an array or nested lists as a tensor.
+    """Converts an array or nested lists to a tensor; returns a tensor unchanged.
 
     Raises:
         TypeError, ValueError: the value cannot be converted without loss.
@@ -111,7 +117,7 @@ def _convert_to_tensor(spec: tf.TypeSpec, value: UserObject) -> AnyTensor:
     if tf.is_tensor(value):
         return value
     tensor = tf.convert_to_tensor(value, spec.dtype)
-    # TensorFlow cuts numbers off that do not fit an integer type.
+    # TensorFlow truncates numbers that do not fit an integer type.
     if spec.dtype.is_integer and not np.array_equal(tensor, value):
         raise ValueError(f"numbers that {spec.dtype.name} cannot hold")
     return tensor
@@ -120,8 +126,8 @@ def _convert_to_tensor(spec: tf.TypeSpec, value: UserObject) -> AnyTensor:
 def list_input_names(spec: BatchSpec) -> dict[str, tf.TypeSpec]:
     """Returns the entries of a model's input by their names in files and in signatures.
 
-    An entry of a dict is called by its key, a nested one ``key/inner``, the first entry of a tuple
-    ``input_0``, and a single tensor ``inputs``.
+    The name of an entry of a dict is its key, or ``key/inner`` if dicts are nested. The first entry
+    of a tuple is called ``input_0``, and a single tensor is called ``inputs``.
     """
     return _name_entries(spec, "inputs", "input_")
 
@@ -131,8 +137,8 @@ def _name_entries(structure: Structure, alone: str, numbered: str) -> dict[str, 
 
     Args:
         structure: a value, or values in nested dicts and tuples
-        alone: the name of a value that is not in a structure
-        numbered: goes before the index of an entry of a tuple
+        alone: the name of a value that is not in a dict or tuple
+        numbered: the prefix of the index of an entry of a tuple
     """
     entries = {}
     for path, entry in keras.tree.flatten_with_path(structure):
@@ -146,21 +152,27 @@ def _name_entries(structure: Structure, alone: str, numbered: str) -> dict[str, 
 
 
 def pack_inputs(spec: BatchSpec, values: Mapping[str, UserObject]) -> Structure:
-    """Returns values by the names of ``list_input_names`` in the structure of a specification."""
+    """Packs values into the structure of a specification.
+
+    Args:
+        spec: the specification
+        values: the values by the names that ``list_input_names`` returns
+    """
     return keras.tree.pack_sequence_as(spec, [values[name] for name in list_input_names(spec)])
 
 
 def name_outputs(
     output: Structure, alone: str = "output", numbered: str = "output_"
 ) -> dict[str, tf.Tensor]:
-    """Returns the entries of an output as dense tensors by name: ``output``, or ``output_0``.
+    """Returns the entries of an output as dense tensors by name.
 
-    Ragged tensors are padded; ``NAME.lengths`` holds the length of each example along axis 1.
+    A single tensor is called ``output``, and the first entry of a tuple ``output_0``. Ragged
+    tensors are padded, and ``NAME.lengths`` contains the length of each example along axis 1.
 
     Args:
-        output: of a model; or another structure
+        output: the output of a model, or another structure of tensors
         alone: the name of a single tensor
-        numbered: goes before the index of an entry of a tuple
+        numbered: the prefix of the index of an entry of a tuple
     """
     tensors = {}
     for name, entry in _name_entries(output, alone, numbered).items():
@@ -175,10 +187,10 @@ def name_outputs(
 
 
 def create_inference(state: State) -> LoadedModel:
-    """Calls ``create_inference_model``, and traces the model with the hooks that come before it.
+    """Calls ``create_inference_model``, and traces the model with the hooks that run before it.
 
-    Has to be called after a checkpoint was restored, so that a model that the hook makes of the
-    weights of another one gets the trained ones.
+    Call this function after a checkpoint was restored, because ``create_inference_model`` may copy
+    the weights of the trained model.
 
     Raises:
         SetupError, HookFailed: a hook cannot work, or the model creates weights when it is called.
@@ -199,8 +211,8 @@ def create_inference(state: State) -> LoadedModel:
     for name in recording.variables:
         if name not in known:
             raise hook.reject(
-                f"{name} is made when the model is first called, so that no checkpoint holds it; "
-                "build it in the hook."
+                f"{name} is created when the model is first called, so no checkpoint contains "
+                "it; build it in the hook."
             )
     return LoadedModel(
         model=model,
@@ -222,7 +234,7 @@ class Inference:
         """Prepares the functions.
 
         Args:
-            state: of the run
+            state: the state of the run
             hook: the hook that returned the model, for messages
             model: the model
         """
@@ -231,15 +243,15 @@ class Inference:
         self._model = model
         self._serve = state.hooks.serve
         self._signature = getattr(self._serve and self._serve.function, "input_signature", None)
-        # A constant, because an exported model has no variable for the step.
+        # The step is a constant, because an exported model has no variable for it.
         step = tf.constant(state.step, tf.int64)
         self._context = TraceContext(state.components, step=step)
 
     def define_answer(self) -> tuple[BatchSpec, Callable[[Structure], ModelOutput]]:
         """Returns the specification of a request, and the function from a request to the output.
 
-        Without an ``input_signature``, a request has the entries of a batch that the output depends
-        on, which a label is not.
+        Without an ``input_signature``, a request contains only those entries of a batch that the
+        output depends on. For example, it contains no labels.
         """
         if self._signature:
             return tf.nest.map_structure(set_rows, self._signature[0]), self.run_request
@@ -251,7 +263,7 @@ class Inference:
         return tf.nest.map_structure(set_rows, used_spec), answer
 
     def run_request(self, request: Structure) -> ModelOutput:
-        """Returns the output for a request, which the hook ``serve`` turns into the input."""
+        """Returns the output for a request; the hook ``serve`` turns it into the model's input."""
         with run_layers(training=False):
             assert self._serve is not None
             return self._run_model(self._serve.trace(inputs=request))
@@ -283,8 +295,9 @@ def cut_to_used_entries(
         batch_spec: the specification of a batch
 
     Returns:
-        The specification of these entries: of a dict some keys, of a tuple some entries, or the
-        only one by itself. And a function from them to the same output.
+        The specification of the used entries, and a function that computes the same output from
+        these entries. The specification is a part of the dict or tuple ``batch_spec``; if only one
+        entry of a tuple is used, it is that entry itself.
     """
     with make_scratch_graph("serving").as_default():
         batch = make_placeholders(batch_spec)
@@ -319,12 +332,12 @@ def _call_with_used_entries(
     is_used: Sequence[bool],
     request: Structure,
 ) -> ModelOutput:
-    """Calls a function with the used entries of a batch, and with zeros for all others.
+    """Calls a function with the used entries of a batch, and with zeros for all other entries.
 
     Args:
         function: computes the output from a batch
         batch_spec: the specification of a batch
-        is_used: for each entry of a batch, whether the request has it
+        is_used: says for each entry of a batch whether the request contains it
         request: the used entries
     """
     create_zeros = functools.partial(_create_zeros, count_rows(request))
@@ -339,7 +352,7 @@ def _call_with_used_entries(
 
 
 def _create_zeros(rows: Count, spec: tf.TensorSpec) -> tf.Tensor:
-    """Returns zeros of a number of rows, with the static shape of a specification."""
+    """Returns a tensor of zeros that has ``rows`` rows and the static shape of a specification."""
     sizes: list[Count] = []
     if spec.shape.rank:
         sizes = [rows, *(size or 1 for size in spec.shape[1:])]
@@ -347,9 +360,10 @@ def _create_zeros(rows: Count, spec: tf.TensorSpec) -> tf.Tensor:
 
 
 def _without_nones(structure: Structure) -> Structure:
-    """Returns a structure without entries that are None; a tuple with one entry left is the entry.
+    """Removes entries that are None from a structure.
 
-    An empty structure is None.
+    A tuple with only one remaining entry is replaced with that entry, and an empty structure with
+    None.
     """
     if isinstance(structure, Mapping):
         pruned = {key: _without_nones(entry) for key, entry in structure.items()}
@@ -362,7 +376,8 @@ def _without_nones(structure: Structure) -> Structure:
     return structure
 
 
-# The folders of the runs that are being loaded, outermost first.
+# The folders of the runs that are being loaded. If the hooks of a run load another run, the other
+# run comes later.
 _loading: list[Path] = []
 
 
@@ -372,20 +387,23 @@ def load(
 ) -> LoadedModel:
     """Loads the model of a run, on the GPU if there is one.
 
-    The hooks are those of the project's file that the run's settings name. If that file has changed
-    since the run was trained, a line says so. The data that ``create_dataset`` reads have to exist,
-    because the model is built as it was for training.
+    The hooks are read from the project's file that the run's settings name. If this file has
+    changed since the run was trained, a warning is printed. The data that
+    ``create_dataset`` reads have to exist, because the model is built in the same way as for
+    training.
 
     Args:
         run: the folder of the run, such as ``runs/a``
-        checkpoint: its step; ``best``, the checkpoint that ``keep_best`` keeps; or ``last``.
-            Default: the best one if the run keeps it, otherwise the newest
+        checkpoint: the step of the checkpoint; ``best`` for the checkpoint that ``keep_best``
+            keeps; or ``last``. Default: the best checkpoint if the run keeps it, otherwise the
+            newest one
         callbacks: a module, a dict or any object with the hooks, instead of the project's file
 
     Raises:
-        SetupError: there is no such run or checkpoint, or the model cannot be served; or it is
-            called in a hook that creates variables, or that is called to load the same run.
-        RuntimeError: it is called in a hook that is being traced.
+        SetupError: there is no such run or checkpoint, or the model cannot be served; or this
+            function is called in a hook that creates variables, or in a hook of the run that is
+            being loaded.
+        RuntimeError: this function is called in a hook that is being traced.
     """
     folder = Path(os.path.abspath(run))
     refuse_here(folder)
@@ -400,43 +418,47 @@ def load(
             if hooks_file.note:
                 create_console().say(hooks_file.note)
             callbacks = load_callbacks(hooks_file, project)
-        # The folder may have been moved or renamed since.
+        # The folder may have been moved or renamed since the run was trained.
         config = dataclasses.replace(config, run_name=folder.name, runs_dir=str(folder.parent))
         with restore_run(callbacks, config, checkpoint) as (state, _):
             return create_inference(state)
 
 
 def refuse_here(folder: Path) -> None:
-    """Refuses to load a run where its variables would get into the model that is being built.
+    """Checks that ``load`` is not called where the run's variables would join another model.
+
+    Args:
+        folder: the folder of the run
 
     Raises:
-        SetupError: a strategy's scope is open, or the run is being loaded.
+        SetupError: a strategy's scope is open, or the same run is being loaded already.
         RuntimeError: a graph is being traced.
     """
     line = find_users_line()
     if folder in _loading:
         raise SetupError(
             f"{line}: ctl.load is called while {relative_path(folder)} itself is being loaded, "
-            "which calls the same hook; load a run of other hooks (callbacks=module), or call it "
-            "in a hook that only training calls."
+            "which calls the same hook again; load a run of other hooks (callbacks=module), "
+            "or call it in a hook that only training calls."
         )
-    if not tf.executing_eagerly():  # the hook that is traced adds its name and line
+    if not tf.executing_eagerly():  # tracing adds the name and line of the hook to the error
         raise RuntimeError(
             "ctl.load cannot be called while a graph is traced; call it in create_dataset, or at "
             "the top of the file."
         )
     if tf.distribute.has_strategy():
         raise SetupError(
-            f"{line}: ctl.load cannot be called in a hook that makes variables, such as "
-            "create_model, because the loaded ones are not copied to all replicas; to begin with a "
-            f"run's weights, use --init-from {relative_path(folder)}, for another head with "
-            "--init-skip 'head/*'; load a teacher in create_dataset, or at the top of the file."
+            f"{line}: ctl.load cannot be called in a hook that creates variables, such as "
+            "create_model, because the loaded variables are not copied to all replicas. To "
+            f"start with a run's weights, use --init-from {relative_path(folder)}, for another "
+            "head with --init-skip 'head/*'; load a teacher in create_dataset, or at the top "
+            "of the file."
         )
 
 
 @contextmanager
 def _note_loading(folder: Path) -> Iterator[None]:
-    """Notes that a run is being loaded, whose hooks must not load it again."""
+    """Records that a run is being loaded, because its own hooks must not load it again."""
     _loading.append(folder)
     try:
         yield
@@ -445,11 +467,11 @@ def _note_loading(folder: Path) -> Iterator[None]:
 
 
 def _find_project(run: Path, runs_dir: str) -> Path:
-    """Returns the folder of the project that a run is in.
+    """Returns the folder of the project that a run belongs to.
 
     Args:
         run: the folder of the run
-        runs_dir: the setting of that name, which is relative to the project or absolute
+        runs_dir: the setting ``runs_dir``, which is absolute or relative to the project
     """
     relative = Path(runs_dir)
     depth = len(relative.parts)
@@ -460,15 +482,15 @@ def _find_project(run: Path, runs_dir: str) -> Path:
 
 
 def save_model(model: LoadedModel, folder: Path) -> None:
-    """Writes a SavedModel that serves without this engine or the hooks.
+    """Writes a SavedModel that can be served without this engine and without the hooks.
 
-    The function ``serve`` takes a request in its own structure. The signature ``serving_default``
-    takes the entries of a request by name, and returns those of the output by the names that
-    ``predict`` writes.
+    The argument of the function ``serve`` has the structure of a request. The signature
+    ``serving_default`` takes the entries of a request by name, and returns the entries of the
+    output by the same names that ``predict`` writes.
 
     Raises:
         AssertionError: the model uses something that cannot be saved.
-        OSError, tf.errors.OpError: it cannot be written.
+        OSError, tf.errors.OpError: the files cannot be written.
     """
     entries = list_input_names(model.input_spec)
     spec_by_name = {name: set_rows(entry, name=name) for name, entry in entries.items()}
@@ -485,6 +507,6 @@ def save_model(model: LoadedModel, folder: Path) -> None:
     module.variables_of_run = list(model.function.graph.variables)
     module.tables_of_run = find_tables(model.function.graph)
     module.serve = serve
-    # Keras' TFSMLayer looks for the second name.
+    # Keras' TFSMLayer uses the signature called serve by default.
     signatures = {"serving_default": serve_by_name, "serve": serve_by_name}
     tf.saved_model.save(module, str(folder), signatures)

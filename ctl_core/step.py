@@ -1,8 +1,8 @@
-"""Takes a training step: forward and backward pass, the sum over the replicas, the update.
+"""Takes a training step: the forward and backward pass, the sum over the replicas, and the update.
 
 Everything runs while a graph is traced. Functions handle all replicas at once, unless their
-docstring says that they run on one replica. model/forward.py has the forward and backward pass of a
-replica on its share of a batch, and update.py has the update.
+docstring says that they run on one replica. model/forward.py contains the forward and backward pass
+of a replica on its share of a batch, and update.py contains the update.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ from ctl_core.update import (
 )
 
 _OPTIMIZER_IN_MICRO_BATCH = (
-    "grad_pre: applies an optimizer by itself, with accumulate_steps in each micro-batch; return "
-    "dicts by objective from create_opt and grad_pre, or leave out accumulate_steps."
+    "grad_pre: applies an optimizer itself, which accumulate_steps would repeat in each "
+    "micro-batch; return dicts by objective from create_opt and grad_pre, or leave out "
+    "accumulate_steps."
 )
 
 
@@ -55,8 +56,9 @@ class GlobalBatch(NamedTuple):
     """A global batch, from which replicas take their shares.
 
     Attributes:
-        deal: returns the ``Share`` of each replica of this process in the micro-batch of an index
-        examples: the number of examples in it, an int or an int32 tensor
+        deal: returns the ``Share`` of each replica of this process, given the index of a
+            micro-batch
+        examples: the number of examples in the global batch, an int or an int32 tensor
     """
 
     deal: Callable[[Count], Share]
@@ -67,16 +69,17 @@ class StepResult(NamedTuple):
     """The results of a step, or of one of its updates; tensors have a value for each replica.
 
     Attributes:
-        loss: the objectives summed over the replicas; empty if nobody asks for them
-        gradients: the gradients summed over the replicas, before ``update_pre``, which clips them;
-            a sparse one has each index once
-        update_gradients: the gradients that optimizers apply, after ``update_pre``
-        display_gradients: the gradients that host hooks are shown
-        variables: the variables that the gradients belong to; they are no tensors
-        output: of the last update, a list with an entry for each micro-batch; empty if nobody asks
-        batch: likewise
+        loss: the objectives summed over the replicas; empty if they are not needed
+        gradients: the gradients summed over the replicas, before ``update_pre`` can clip them; a
+            sparse gradient has each index once
+        update_gradients: the gradients that optimizers apply, as ``update_pre`` returned them
+        display_gradients: the gradients that ``update_pre`` returned for host hooks to display
+        variables: the variables that the gradients belong to, which are not tensors
+        output: the output of the last update, a list with an entry for each micro-batch; empty if
+            it is not needed
+        batch: the batch of the last update, in the same form as ``output``
         flags: a ``FiniteFlags`` for each update
-        are_equal: for each variable of ``list_compared``: whether it is equal on all logical
+        are_equal: says for each variable of ``list_compared`` whether it is equal on all logical
             replicas
     """
 
@@ -91,15 +94,19 @@ class StepResult(NamedTuple):
     are_equal: list[tf.Tensor]
 
     def fetch(self, names: frozenset[str]) -> dict[str, Structure]:
-        """Returns the values of these names, each by objective if there are several objectives.
+        """Returns the values with the given names.
 
-        With a single objective, gradients and variables are lists, and the loss is a tensor.
+        With several objectives, gradients, variables and losses are dicts by objective. With a
+        single objective, gradients and variables are lists, and the loss is a tensor.
         """
         return {name: strip_objective(getattr(self, name)) for name in names}
 
 
 def strip_objective(values: Structure) -> Structure:
-    """Returns the value of the single objective, if these are values by objective of one."""
+    """Returns the value of the single objective, if ``values`` is a dict with only this objective.
+
+    Otherwise, the values are returned unchanged.
+    """
     if isinstance(values, dict) and SINGLE_OBJECTIVE in values:
         return values[SINGLE_OBJECTIVE]
     return values
@@ -108,12 +115,13 @@ def strip_objective(values: Structure) -> Structure:
 def train_step(
     context: StepContext, global_batch: GlobalBatch, fetches: frozenset[str]
 ) -> StepResult:
-    """Takes a step: one update, or one for each turn, on a global batch.
+    """Takes a step on a global batch. A step makes one update, or one update for each turn.
 
     Args:
-        context: of the step
+        context: the context of the step
         global_batch: the global batch
-        fetches: names of the wanted values, out of ``table.OBSERVED``; others are not computed
+        fetches: the names of the values to return, from ``table.OBSERVED``; values that are not
+            needed are not computed
     """
     components = context.components
     if components.assign_rate is not None:
@@ -184,10 +192,10 @@ def update_logical_replicas(
     """Makes one update with logical replicas.
 
     Args:
-        context: of the step
-        replicas: the devices, which compute the logical replicas
+        context: the context of the step
+        replicas: the devices that compute the logical replicas
         global_batch: the global batch
-        kept: which of ``output`` and ``batch`` are needed afterwards
+        kept: the names, out of ``output`` and ``batch``, of the values that are needed afterwards
     """
     examples = global_batch.examples
     function: ForwardBackward = partial(forward_backward, context, examples, kept)
@@ -230,7 +238,10 @@ def _call_update_pre_alike(
     contribution: Contribution,
     summed: Contribution,
 ) -> Updates:
-    """Calls ``update_pre`` as logical replica 0 on each device, with the same random numbers."""
+    """Calls ``update_pre`` on a device, as if the device were logical replica 0.
+
+    All devices thus draw the same random numbers and compute the same update.
+    """
     with enter_logical_replica(0, context.components.shape.shares):
         computation.states.assign(UPDATE)
         return call_update_pre(context, examples, variables, contribution, summed)
@@ -242,13 +253,14 @@ def compute_contribution(
     """Runs the forward and backward pass of each replica, in micro-batches if there are several.
 
     Args:
-        context: of the step, or of a turn within it
-        replicas: run it
+        context: the context of the step, or of a turn within it
+        replicas: the replicas that run the pass
         global_batch: the global batch
-        kept: which of ``output`` and ``batch`` are needed afterwards
+        kept: the names, out of ``output`` and ``batch``, of the values that are needed afterwards
 
     Returns:
-        The contribution of each replica; and by objective the variables of its gradients.
+        The contribution of each replica, and the variables that its gradients belong to, by
+        objective.
     """
     components = context.components
     micro_batches = components.shape.accumulate_steps
@@ -279,7 +291,10 @@ def compute_contribution(
 def _run_without_optimizers(
     function: ForwardBackward, share: Share
 ) -> tuple[Contribution, VariablesByObjective]:
-    """Runs the forward and backward pass of a micro-batch, in which no optimizer may be applied."""
+    """Runs the forward and backward pass of a micro-batch.
+
+    Raises an error if a hook applies an optimizer in it.
+    """
     with compat.refuse_optimizers(_OPTIMIZER_IN_MICRO_BATCH):
         return function(share)
 
@@ -289,8 +304,9 @@ def _run_compiled(
 ) -> tuple[Contribution, VariablesByObjective]:
     """Runs the forward and backward pass of one replica in an XLA executable.
 
-    A compiled function returns only tensors, so the variables are handed around it. It is defined
-    for each replica and each graph, because a cached trace would hold another replica's variables.
+    A compiled function can return only tensors, so the variables are returned separately. The
+    function is defined again for each replica and each graph, because a cached trace would use the
+    variables of another replica.
     """
     variables: VariablesByObjective = {}
     compiled = _define_compiled(function, variables)
@@ -299,7 +315,7 @@ def _run_compiled(
 
 
 def _define_compiled(function: ForwardBackward, variables: VariablesByObjective) -> GraphFunction:
-    """Returns a function that XLA compiles; tracing it adds the variables to ``variables``."""
+    """Returns a function that XLA compiles; tracing the function fills ``variables``."""
 
     @tf.function(jit_compile=True, autograph=False)
     def compiled(share: Share) -> Contribution:
@@ -333,7 +349,7 @@ def sum_contributions(
 ) -> Contribution:
     """Sums gradients, and objectives if they are needed, over all replicas in one all-reduce.
 
-    Runs on one replica. ``finish_sums`` makes of the result what ``update_pre`` is passed.
+    Runs on one replica. ``finish_sums`` turns the result into the values for ``update_pre``.
     """
     loss = contribution.loss if needs_loss else {}
     gradients, summed_loss, weight = reduction.sum_over_replicas(

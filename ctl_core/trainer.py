@@ -1,7 +1,7 @@
-"""The outer loop: a graph call that takes many steps, then everything that is due.
+"""The outer loop of training: alternates between graph calls and everything that is then due.
 
-The inner loop is in the graph, see graph.py. Host hooks, evaluations, checkpoints and signals are
-handled here, between two graph calls.
+A graph call takes many steps, in the inner loop of graph.py. Host hooks, evaluations, checkpoints
+and signals are handled here, between two graph calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ctl_core.session.messages import (
 from ctl_core.session.run import Run
 from ctl_core.session.watch import Watch
 
-# Printed when a run with several replicas starts from scratch.
+# This advice is printed when a run with several replicas starts from scratch.
 CHECK_ADVICE = (
     "If the loss of an example depends on other rows of the batch, try --check first: it compares "
     "one device with three."
@@ -54,11 +54,11 @@ CHECK_ADVICE = (
 
 
 class Trainer:
-    """Trains one run in this process; with other processes, if it is one of a cluster.
+    """Trains one run in this process, together with the other processes if it is in a cluster.
 
     Attributes:
         state: the components of the run, and its progress
-        start: the step from which this process trains
+        start: the step at which this process starts to train
         checkpoints: the checkpoints of the run
         functions: the graph functions that take steps
     """
@@ -66,7 +66,7 @@ class Trainer:
     def __init__(
         self, state: State, run: Run, console: Console, signals: Signals, watch: Watch | None = None
     ) -> None:
-        """Prepares training; ``run`` is opened and ``console`` started when it begins.
+        """Prepares training. The run is opened and the console is started when training begins.
 
         Args:
             state: the state of the run
@@ -76,7 +76,7 @@ class Trainer:
             watch: reports training that hangs; default: a watch without a time limit
 
         Raises:
-            SetupError: the run is compiled, and cannot be compiled here.
+            SetupError: the resumed run is compiled, but cannot be compiled here.
         """
         self.state = state
         self.start = 0
@@ -104,13 +104,13 @@ class Trainer:
         self._criteria = read_criteria(state.config, metric_names)
 
     def restore(self, go_on: bool = False) -> None:
-        """Restores the newest checkpoint, and determines how far to train.
+        """Restores the checkpoint that the run starts from, and determines the last step to take.
 
         Args:
             go_on: whether to continue a run that was ended early
 
         Raises:
-            SetupError: the checkpoint does not fit, or the number of steps is not known.
+            SetupError: the checkpoint does not fit the model, or the number of steps is not known.
         """
         state = self.state
         config = state.config
@@ -128,11 +128,13 @@ class Trainer:
         self.functions.refresh()
 
     def _restore_learning_rate(self, record: Record | None, last: int) -> None:
-        """Sets the learning rate, if the settings have changed since the checkpoint, and says so.
+        """Sets the learning rate if the settings have changed it since the checkpoint.
+
+        The change is printed.
 
         Args:
-            record: of the checkpoint; None if the run starts from scratch
-            last: the last step of the run, where a schedule ends
+            record: the record of the checkpoint; None if the run starts from scratch
+            last: the last step of the run, at which a schedule ends
         """
         learning_rate = self.state.learning_rate
         schedule = learning_rate.schedule
@@ -147,24 +149,29 @@ class Trainer:
         setting = self.state.config.learning_rate
         if record.learning_rate != setting:
             if learning_rate.is_used:
-                self._console.say(f"learning_rate is {setting:g} from here on.")
+                self._console.say(f"learning_rate is {setting:g} from now on.")
             learning_rate.variable.assign(setting)
 
     def _continue_ended_run(self, last: int, go_on: bool) -> None:
-        """Continues a run that was ended early, if that is asked for or it has more steps now."""
+        """Continues a run that was ended early, if ``go_on`` is set or the run has more steps now.
+
+        Args:
+            last: the last step of the run
+            go_on: whether the user wants to continue the run
+        """
         progress = self.state.progress
         assert progress.ended is not None
         go_on = bool(self.state.cluster.gather([go_on]).any())
         if self.start < last and (go_on or last > progress.ended):
             progress.ended = None
             for criterion_state in progress.best.values():
-                criterion_state[2] = 0  # evaluations since the best one, which early_stop counts
+                criterion_state[2] = 0  # early_stop starts to count evaluations again
 
     def train(self, hooks_file: bytes | None = None) -> None:
-        """Trains from ``start`` on, and prints how training begins and ends.
+        """Trains the run to its last step, and prints how training begins and ends.
 
         Args:
-            hooks_file: the content of the file with the hooks, of which the run keeps a copy
+            hooks_file: the content of the file with the hooks; the run saves a copy of it
         """
         state = self.state
         run = self._run
@@ -220,17 +227,18 @@ class Trainer:
         )
 
     def _print_start(self, going_on: bool) -> None:
-        """Prints how training begins; ``going_on`` is whether there are steps left to take."""
+        """Prints how training begins; ``going_on`` says whether there are steps left to take."""
         self._console.say(describe_start(self.state, self.start, self._schedule.last))
         if going_on and self.start == 0:
             self._console.say(f"the model has {count_parameters(self.state)}.")
             shape = self.state.components.shape
             if shape.replicas > 1 and shape.logical_replicas is None:
-                # The comparisons before training do not find every loss of this kind.
+                # The checks before training do not find every loss of an example that depends on
+                # other rows of the batch.
                 self._console.say(CHECK_ADVICE)
 
     def _name_ending(self) -> str:
-        """Returns how training ended, for the hooks ``at_end`` and for listeners."""
+        """Returns a word that says how training ended, for the hooks ``at_end`` and listeners."""
         if self.state.stopped_by:
             return "stopped"
         if self.state.ended:
@@ -246,8 +254,8 @@ class Trainer:
         ended = False
         called = 0
         while True:
-            # Whatever is due after a step, except its hooks, waits until the processes have
-            # exchanged their status: signals, and losses that are not finite.
+            # Hooks have run already. Everything else that is due after a step waits until the
+            # processes have exchanged their status: signals, and losses that are not finite.
             self._sync_status(step, ended)
             if step == stop:
                 self._profile.follow(step)
@@ -273,7 +281,8 @@ class Trainer:
             self._watch.step = step
             tell_step()
             state.progress.examples += state.data.count_new_examples(steps)
-            # Hooks that are due after the last step of the call run below, in their order.
+            # Deferred hooks that are due after the last step of the call run together with the
+            # other due hooks, so that all of them run in order.
             passed = range(before + 1, step if step == stop else step + 1)
             self._run_deferred_hooks(passed)
             if step == stop:
@@ -288,14 +297,14 @@ class Trainer:
             state.stopped_by = self._signal
 
     def _run_deferred_hooks(self, steps: range) -> None:
-        """Runs the deferred hooks that were due after steps inside of a graph call."""
+        """Runs the deferred hooks that were due after the given steps of a graph call."""
         chief = self.state.cluster.task.chief
         with self._console.defer():
             for step, hook in self._schedule.find_deferred(steps):
                 hook(step=step, dev=self.functions.devices, chief=chief)
 
     def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
-        """Runs host hooks after a step; returns whether one ends training."""
+        """Runs host hooks after a step, and returns whether a hook has ended training."""
         if not due:
             return False
         state = self.state
@@ -324,21 +333,25 @@ class Trainer:
         return ended
 
     def _sync(self, status: LoopStatus, hook: Hook | None = None) -> LoopStatus:
-        """Adds the signal that this process received to its status; returns that of all."""
+        """Exchanges the status of this process with the others; returns their combined status.
+
+        Args:
+            status: the status of this process; this function adds the signal that was received
+            hook: the hook to name if the data of the processes differ; default: create_dataset
+        """
         self._watch.note_end()
         received = self._signal or self._signals.received or 0
-        # Named if the data of the processes differ.
         hook = hook or self.state.hooks.create_dataset
         status = self.state.cluster.sync(dataclasses.replace(status, signal=received), hook)
         self._signal = status.signal
         return status
 
     def _sync_status(self, step: int, ended: bool) -> None:
-        """Exchanges the status after a graph call with the other processes; all decide alike.
+        """Exchanges the status with the other processes, so that all make the same decisions.
 
         Args:
             step: the last step that was taken
-            ended: whether it is the last step of training
+            ended: whether training ends after this step
         """
         flags = self.functions.flags
         self.functions.flags = []
@@ -369,7 +382,10 @@ class Trainer:
             self._schedule.last = step
 
     def _record_nonfinite(self, noted: NonFinite) -> None:
-        """Adds what is known of the steps of a graph call, and warns of the first bad loss.
+        """Records losses and gradients that are not finite, and warns of the first such loss.
+
+        Args:
+            noted: the summary of the steps of a graph call
 
         Raises:
             RunError: ``on_nan`` is stop, and a loss is not finite.
@@ -384,18 +400,19 @@ class Trainer:
         if is_first:
             self._console.warn(
                 f"the loss of step {noted.first} is not finite; --detect-anomaly finds the op, "
-                "layer and line that it comes from, and on_nan: stop would end training there."
+                "layer and line from which it comes, and --on-nan stop ends training there."
             )
 
     def _evaluate(self, step: int) -> None:
-        """Evaluates, if that is due and not done yet, and acts upon the values."""
+        """Evaluates the model if that is due, and uses the values to save or to end training."""
         state = self.state
         progress = state.progress
         is_due = self._schedule.is_evaluation_due(step) and progress.evaluated != step
         if not is_due or state.evaluation is None:
             return
         with ExitStack() as stack:
-            # The hooks after_eval see the weights that were evaluated.
+            # The averaged weights stay in place until the hooks after_eval have run, so that these
+            # hooks see the weights that were evaluated.
             begun = time.monotonic()
             if state.average is not None:
                 stack.enter_context(state.average.replace_weights())
@@ -432,7 +449,8 @@ class Trainer:
     def _log(self, step: int) -> None:
         """Logs the training metrics if that is due, and resets them at the end of a period.
 
-        A run that ends within a period keeps their values, for when it is resumed.
+        If the run ends within a period, the metrics keep their values, so that a resumed run can
+        finish the period.
         """
         metrics = self.state.components.list_logged_metrics()
         is_due, is_whole_period = self._schedule.find_log_due(step)
@@ -443,7 +461,10 @@ class Trainer:
                 metric.reset_state()
 
     def _save(self, step: int) -> None:
-        """Saves if that is due, after the evaluation, whose values the checkpoint holds."""
+        """Saves a checkpoint if one is due or requested.
+
+        This happens after the evaluation, because the checkpoint contains its values.
+        """
         self.checkpoints.tell_saved()
         if self._schedule.is_save_due(step) or self.checkpoints.save_requested:
             with self.state.clock.pause():
@@ -453,7 +474,7 @@ class Trainer:
             self._schedule.note_saved()
 
     def _check_step(self) -> None:
-        """Traces the graphs that training begins with, so that their hooks are checked first."""
+        """Traces the first graphs of training, so that their hooks are checked before it begins."""
         state = self.state
         try:
             graph = self.functions.trace(self._schedule.find_fetches(self.start + 1)).graph
@@ -470,13 +491,17 @@ class Trainer:
         if random_ops:
             self._console.warn(
                 f"a hook or the model draws random numbers with {', '.join(random_ops)}, whose "
-                "state no checkpoint holds: use a keras.random.SeedGenerator, or "
+                "state is not in checkpoints; use a keras.random.SeedGenerator, or "
                 "tf.random.stateless_*."
             )
         check_written(state, graph)
 
     def run_at_end(self, reason: str) -> None:
-        """Runs the hooks ``at_end``; if training has failed, their errors become warnings."""
+        """Runs the hooks ``at_end``.
+
+        Args:
+            reason: how training ended; if it is ``failed``, errors of the hooks become warnings
+        """
         values = {"reason": reason, "metrics": dict(self.state.metrics)}
         try:
             self._run_hooks(self.state.step, self.state.hooks.at_end, values)

@@ -1,4 +1,4 @@
-"""Makes the update of a step: applies the sums over the replicas to the weights.
+"""Makes the update of a step, which applies the sums over the replicas to the weights.
 
 ``update_pre`` changes the summed gradients, optimizers apply them, and then ``update_post`` runs.
 As in step.py, everything runs while a graph is traced.
@@ -44,7 +44,7 @@ class Updates(NamedTuple):
     Attributes:
         applied: the gradients that optimizers apply
         displayed: the gradients that host hooks receive as ``display_gradients``
-        skips: whether to skip an update, a bool scalar; only if ``update_pre`` returned it
+        skips: bool scalars that say whether to skip an update, if ``update_pre`` returned any
     """
 
     applied: GradientsByObjective
@@ -57,8 +57,8 @@ class UpdateResult(NamedTuple):
 
     Attributes:
         summed: the gradients and objectives summed over the replicas
-        updates: returned by ``call_update_pre``
-        flags: returned by ``note_flags``
+        updates: the result of ``call_update_pre``
+        flags: the result of ``note_flags``
     """
 
     summed: Contribution
@@ -67,15 +67,15 @@ class UpdateResult(NamedTuple):
 
 
 def finish_sums(context: StepContext, is_executable: bool, total: Contribution) -> Contribution:
-    """Returns the sums of the unscaled objectives and their gradients, on one replica.
+    """Finishes the sums over the replicas, on one replica.
 
-    The sums are divided by the weight of the batch, and in a sparse gradient each index occurs
-    once.
+    The sums are divided by the loss scale and by the weight of the batch. Rows of a sparse gradient
+    that have the same index are merged.
 
     Args:
         context: the context of the step
         is_executable: whether XLA compiles the traced graph
-        total: returned by ``sum_contributions``
+        total: the result of ``sum_contributions``
     """
     gradients = reduction.merge_rows(total.gradients, is_executable)
     return unscale_sums(context, total._replace(gradients=gradients))
@@ -116,7 +116,7 @@ def make_update(
         examples: the number of examples in the global batch
         variables: the variables by objective, in the order of the gradients
         contribution: the contribution of each replica, before the sum
-        total: returned by ``sum_contributions``
+        total: the result of ``sum_contributions``
     """
     is_executable = context.compilation is Compilation.STEP
     summed = replicas.run(partial(finish_sums, context, is_executable), total)
@@ -136,14 +136,14 @@ def make_compiled_update(
     contribution: Contribution,
     total: Contribution,
 ) -> UpdateResult:
-    """Makes the update in one XLA executable for each replica, see ``make_update``.
+    """Makes the update in one XLA executable for each replica; for arguments see ``make_update``.
 
-    With XLA, a seed gives the same random numbers in the update as before the sum. If XLA cannot
-    compile the update, for example because it writes a summary, the update is not compiled,
-    provided that it draws no random numbers.
+    The work before the sum is compiled by XLA. An update that draws random numbers must be compiled
+    as well, because the same seed gives other random numbers without XLA. If an update draws none,
+    and XLA cannot compile it, for example because it writes a summary, it is not compiled.
 
     Raises:
-        SetupError: the update draws random numbers, and cannot be compiled.
+        SetupError: the update draws random numbers, but cannot be compiled.
     """
     arguments = context.hooks.update_pre.arguments
     needed = contribution._replace(
@@ -170,12 +170,12 @@ def make_compiled_update(
 def refuse_random_ops(
     context: StepContext, operations: Iterable[tf.Operation], obstacle: str
 ) -> None:
-    """Refuses an update that is not compiled, if it draws random numbers.
+    """Rejects an update that draws random numbers although it is not compiled.
 
     Args:
         context: the context of the step
         operations: the ops of the update
-        obstacle: the reason why the update is not compiled, for the message
+        obstacle: why the update is not compiled, for the error message
 
     Raises:
         SetupError: an op draws random numbers; the message names its line.
@@ -183,9 +183,9 @@ def refuse_random_ops(
     for op in compat.add_called_ops(operations):
         if draws_random_numbers(op):
             raise SetupError(
-                f"{find_line(op, context.hooks) or 'the update'}: draws random numbers, which "
-                "would differ from those that XLA draws before the sum over the replicas, and the "
-                f"update cannot be compiled; train with --no-jit-compile. ({obstacle})"
+                f"{find_line(op, context.hooks) or 'the update'}: draws random numbers, and "
+                "the update cannot be compiled, so they would differ from those that XLA "
+                f"draws; train with --no-jit-compile. ({obstacle})"
             )
 
 
@@ -233,7 +233,7 @@ def call_update_pre(
     contribution: Contribution,
     summed: Contribution,
 ) -> Updates:
-    """Calls ``update_pre`` for each objective on one replica; nothing is applied yet.
+    """Calls ``update_pre`` for each objective on one replica, without applying the updates.
 
     Args:
         context: the context of the step, or of a turn within it
@@ -281,7 +281,7 @@ def call_update_pre(
 
 
 def _check_shapes(context: StepContext, update: Gradients, variables: list[Variable]) -> None:
-    """Refuses gradients returned by ``update_pre`` that do not match their variables."""
+    """Rejects gradients returned by ``update_pre`` that do not match their variables."""
     problem = ""
     for gradient, variable in zip(update, variables, strict=False):
         shape = tf.TensorShape(getattr(gradient, "shape", None))
@@ -292,16 +292,16 @@ def _check_shapes(context: StepContext, update: Gradients, variables: list[Varia
     if problem or len(update) != len(variables):
         raise context.hooks.update_pre.reject(
             f"returned {len(update)} update_gradients for {len(variables)} gradients{problem}; "
-            "return one for each, of its shape, in the same order."
+            "return one per gradient, with the same shapes, in the same order."
         )
 
 
 def note_flags(
     context: StepContext, contribution: Contribution, summed: Contribution
 ) -> FiniteFlags:
-    """Returns whether the loss of a replica is finite, and whether its gradients are numbers."""
+    """Returns whether the loss of a replica is finite, and whether no gradient has a NaN."""
     loss_is_finite = are_losses_finite(contribution.loss)
-    if context.components.loss_scale is not None:  # an update with NaN is skipped
+    if context.components.loss_scale is not None:  # updates with NaN are skipped anyway
         return FiniteFlags(loss_is_finite, gradients_are_numbers=tf.constant(True))
     gradients = itertools.chain(*summed.gradients.values())
     return FiniteFlags(loss_is_finite, are_numbers(gradients))
@@ -314,7 +314,7 @@ def apply_updates(
     summed: Contribution,
     updates: Updates,
 ) -> None:
-    """Lets optimizers apply the updates; with float16, only if all gradients are finite."""
+    """Lets optimizers apply the updates; in float16, only if all gradients are finite."""
     # The gradients are the same on all replicas, so a single check decides for all of them.
     gradients = tf.nest.flatten(summed.gradients)
     _apply_if_finite(
@@ -327,9 +327,9 @@ def apply_updates(
 def _apply_if_finite(
     context: StepContext, apply: Callable[[], None], gradients: list[tf.Tensor]
 ) -> None:
-    """Applies an update; with a loss scale, skips it unless all gradients are finite.
+    """Applies an update; if there is a loss scale, only if all gradients are finite.
 
-    The loss scale is adjusted in either case.
+    The loss scale is adjusted whether the update is applied or not.
     """
     loss_scale = context.components.loss_scale
     if loss_scale is None:
@@ -345,9 +345,9 @@ def apply_on_devices(
 ) -> None:
     """Applies the updates on each device of this process, to the variables of that device.
 
-    Replicas exchange no values here, because all of them compute the same update from the same
-    gradients. A condition in ``update_pre`` or in an optimizer thus has the same value on all of
-    them.
+    Replicas exchange no values here, because all replicas compute the same update from the same
+    gradients. A condition in ``update_pre`` or in an optimizer therefore has the same value on all
+    replicas.
     """
     updated = list(itertools.chain(*variables.values()))
     if not updated:
@@ -381,7 +381,7 @@ def apply_on_replica(
         number: the index of the device among the devices of this process
         variables: the variables by objective, in the order of the gradients
         summed: the gradients and objectives summed over the replicas
-        updates: returned by ``call_update_pre``
+        updates: the result of ``call_update_pre``
     """
     if not any(variables.values()):
         return
@@ -403,12 +403,12 @@ def apply_on_device(
         number: the index of the device among the devices of this process
         variables: the variables by objective, in the order of the gradients
         applied: the gradients that optimizers apply, by objective
-        skips: whether to skip an update, by objective
+        skips: bool scalars that say whether to skip an update, by objective
     """
     strategy = context.components.strategy
     with (
         tf.device(strategy.extended.worker_devices[number]),
-        tf.name_scope(""),  # a summary's name begins with the name scope
+        tf.name_scope(""),  # otherwise, the names of summaries would begin with the name scope
         compat.mute_other_summaries(context.step, number),
         compat.update_device(strategy, number),
     ):
@@ -421,7 +421,7 @@ def apply_on_device(
 def _find_common_skip(
     applied: GradientsByObjective, skips: dict[str, tf.Tensor]
 ) -> tf.Tensor | None:
-    """Returns whether all updates are skipped; None if some objective has no ``skip``."""
+    """Returns whether all updates are skipped; None if an updated objective has no ``skip``."""
     updating = [name for name, gradients in applied.items() if gradients]
     if not skips or len(skips) < len(updating):
         return None
@@ -429,7 +429,7 @@ def _find_common_skip(
 
 
 def run_unless(is_skipped: tf.Tensor | None, function: Callable[[], None]) -> None:
-    """Calls a function; if ``is_skipped`` is a tensor, only where it is false, by ``tf.cond``."""
+    """Calls a function if ``is_skipped`` is None, or if it is a tensor whose value is False."""
     if is_skipped is None:
         function()
     else:
@@ -447,7 +447,7 @@ def apply_gradients(
 
 
 def finish_update(context: StepContext) -> None:
-    """Calls ``update_post``, and after the last turn updates the average, on one device."""
+    """Calls ``update_post`` on one device; after the last turn, also updates the weight average."""
     components = context.components
     hook = context.hooks.update_post
     if hook is not None:

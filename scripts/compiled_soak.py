@@ -1,10 +1,11 @@
-"""Trains compiled on several devices for long, and looks whether threads or memory grow.
+"""Checks that long compiled training on several devices leaks neither threads nor memory.
 
-``python -m scripts.compiled_soak --steps 5000`` prints the numbers after a tenth of the steps and
-at the end, and fails if there are more than 2 threads or 1 % of memory more. XLA is reported to
-leak threads under MirroredStrategy (TensorFlow's issue 56423). With ``--gpu`` the devices are parts
-of the first GPU. With ``--trainings 10``, one process trains ten times, and the number of threads
-after the second training is compared with that after the last one.
+XLA is reported to leak threads under MirroredStrategy (TensorFlow's issue 56423).
+``python -m scripts.compiled_soak --steps 5000`` prints the number of threads and the memory after a
+tenth of the steps and at the end. It fails if there are more than 2 additional threads, or if the
+memory has grown by more than 1 %. With ``--gpu``, the devices are parts of the first GPU. With
+``--trainings 10``, one process trains ten times, and the numbers of threads after the second and
+after the last training are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MORE_MEMORY = 0.01
 
 
 class Use(NamedTuple):
-    """What this process uses."""
+    """The number of threads of this process, and its memory in bytes."""
 
     threads: int
     memory: int
@@ -41,21 +42,21 @@ class Use(NamedTuple):
 
 
 def read_use() -> Use:
-    """Returns the number of threads, and the bytes in memory."""
+    """Returns the number of threads and the memory of this process."""
     threads = len(list(Path("/proc/self/task").iterdir()))
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Use(threads, pages * resource.getpagesize())
 
 
 def create_dataset(global_batch_size: int) -> tf.data.Dataset:
-    """Returns some examples of a linear function."""
+    """Returns examples of a linear function."""
     inputs = np.random.default_rng(0).normal(size=(1024, 16)).astype("float32")
     examples = tf.data.Dataset.from_tensor_slices((inputs, inputs.sum(axis=1, keepdims=True)))
     return examples.batch(global_batch_size, drop_remainder=True)
 
 
 def create_model() -> keras.Model:
-    """Returns a dense network with noise."""
+    """Returns a dense network with Dropout."""
     layers = keras.layers
     return keras.Sequential([layers.Dense(32, "relu"), layers.Dropout(0.1), layers.Dense(1)])
 
@@ -66,7 +67,7 @@ def create_loss() -> Any:
 
 
 def train_on_parts_of_gpu(number: int) -> None:
-    """Lets the run train on parts of the first GPU, whose sums are taken on one of them."""
+    """Makes the run train on parts of the first GPU; gradients are summed on one of them."""
     gpu = tf.config.list_physical_devices("GPU")[0]
     part = tf.config.LogicalDeviceConfiguration(memory_limit=PART_OF_GPU_MIB)
     tf.config.set_logical_device_configuration(gpu, [part] * number)

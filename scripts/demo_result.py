@@ -1,4 +1,4 @@
-"""Says how good the demo's result is; fails below what the README promises."""
+"""Prints the accuracy of the demo; fails if it is lower than the README promises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROMISED = 0.97
 
 
 def main(run: Path) -> int:
-    """Reads the last evaluation of a run; returns the exit code."""
+    """Checks the last evaluation of a run; returns the exit code."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if line["split"] == "eval"][-1]
     accuracy = last["accuracy"]

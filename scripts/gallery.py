@@ -14,19 +14,22 @@ PICTURES = quote("{{cookiecutter.project_slug}}/pictures")
 INTRODUCTION = """\
 # Gallery
 
+Each example is a complete project to start from: a single file of [hooks](glossary.md#hook), with
+its settings. To generate a project from an example, pass its name to cookiecutter:
+
 <!-- not run: the README's command is -->
 ```sh
 uvx cookiecutter . --no-input example=gan -o ~/projects
 cd ~/projects/my_training && ./train.sh
 ```
 
-Each example is a project to start from, and a single file of hooks to read. The times are those
-of two CPU cores.
+Run the first command in a clone of the template's repository, or replace the dot with the
+repository's URL. The times below were measured on two CPU cores, unless the text says otherwise.
 """
 
 
 def read_prompts() -> dict[str, str]:
-    """Returns the examples by name, with the description that cookiecutter's prompt shows."""
+    """Returns the description of each example in cookiecutter's prompt, by the example's name."""
     prompts = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["__prompts__"]
     examples: dict[str, str] = prompts["example"]
     return {

@@ -1,13 +1,13 @@
-"""Makes the data of the digits example, ``data/digits.npz`` of the template (make generated).
+"""Writes the data of the example digits, ``data/digits.npz`` of the template (make generated).
 
 The source is ``sklearn.datasets.load_digits``: 1,797 images of handwritten digits, the test part
 of "Optical Recognition of Handwritten Digits" in the UCI Machine Learning Repository. The file
-holds ``images`` [1797, 8, 8] and ``labels`` [1797], both uint8, in scikit-learn's order, and the
-split as two sorted index arrays, ``train`` and ``test``, both int32.
+contains ``images`` [1797, 8, 8] and ``labels`` [1797], both uint8, in scikit-learn's order. Two
+sorted index arrays of type int32, ``train`` and ``test``, divide them into training and test data.
 
-The split is 80/20 within every digit, drawn with the legacy generator of a fixed seed, whose
-numbers NumPy promises not to change. numpy.savez writes no times, so the file depends on nothing
-but the data and the version of zlib.
+For every digit, 80 % of the images are training data. They are chosen by NumPy's legacy generator
+with a fixed seed, because NumPy promises not to change its numbers. numpy.savez writes no times, so
+the file depends only on the data and the version of zlib.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEST_SHARE = 0.2
 
 
 def split(labels: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Returns the sorted indices of the training and the held-out examples."""
+    """Returns the sorted indices of the training examples and of the test examples."""
     random = np.random.RandomState(0)
     held_out = [
         random.permutation(np.flatnonzero(labels == digit))[

@@ -1,8 +1,8 @@
-"""Everything that only a GPU can show, in the order of what it is worth.
+"""Runs the tests and measurements that need a GPU, the most important ones first.
 
-``python -m scripts.on_gpu FOLDER --seconds 600`` runs the parts below on the first GPU, each in a
-process of its own, and writes their output to FOLDER. What does not fit into the time is dropped
-from the end. For each part a line tells how it ended, and what to look for in its output.
+``python -m scripts.on_gpu FOLDER --seconds 600`` runs the parts below on the first GPU, each in its
+own process, and writes their output to FOLDER. Parts for which no time is left are not run. For
+each part, a line is printed that says how it ended, and what its output should show.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """A part: its name, the arguments of Python, and what its output should show."""
+    """A part of the work.
+
+    Attributes:
+        name: the name of the part, and of the file with its output
+        arguments: the arguments of Python
+        shows: what its output should show
+    """
 
     name: str
     arguments: str
@@ -28,34 +34,34 @@ PARTS = [
     Part(
         "compiled-by-itself",
         "-m pytest -q -p no:xdist tests/engine/test_gpu.py -k executable",
-        "a run on a GPU is compiled without being told, and its weights are those of a plain loop",
+        "a run on a GPU is compiled automatically, and its weights equal those of a plain loop",
     ),
     Part(
         "bench",
         "-m benchmarks --device gpu --rounds 3 --only mlp --only cnn --only transformer "
         "--only lstm",
         "fit with many steps / engine: at least 4 for mlp and transformer, 3.5 for cnn; lstm is "
-        "not compiled (its cuDNN op), and takes as long as before",
+        "not compiled, because of its cuDNN op, and takes as long as before",
     ),
     Part(
         "one-generator",
         f"{_ON_GPUS} tests/engine/test_compilation.py -k one_number",
-        "a seed gives one number in all hooks, on one part of the GPU, on two and on three",
+        "a seed gives the same number in all hooks, on one, two and three parts of the GPU",
     ),
     Part(
         "gpu-tests",
         "-m pytest -q -p no:xdist tests/engine/test_gpu.py",
-        "all weights are those of plain loops; a compiled run stays so from GPU to CPU and back",
+        "weights equal those of plain loops; a compiled run stays so from GPU to CPU and back",
     ),
     Part(
         "cpu-tests-on-parts",
         f"{_ON_GPUS} -m 'not slow' tests/engine/test_reduction.py tests/engine/test_step.py",
-        "what holds for CPU devices holds for parts of a GPU, compiled updates included",
+        "tests for CPU devices also pass on parts of a GPU, including compiled updates",
     ),
     Part(
         "soak",
         "-m scripts.compiled_soak --gpu --steps 5000",
-        "'does not leak': until it does, auto means no on several GPUs",
+        "'does not leak'; as long as this fails, auto does not compile on several GPUs",
     ),
 ]
 
@@ -82,7 +88,7 @@ def main() -> int:
 
 
 def run_part(part: Part, folder: Path, seconds: float) -> str:
-    """Runs a part for at most so many seconds; returns how it ended."""
+    """Runs a part for at most ``seconds``; returns how it ended."""
     command = f"{sys.executable} {part.arguments}"
     with (folder / f"{part.name}.txt").open("w") as output:
         try:
@@ -90,7 +96,7 @@ def run_part(part: Part, folder: Path, seconds: float) -> str:
                 command, shell=True, stdout=output, stderr=subprocess.STDOUT, timeout=seconds
             )
         except subprocess.TimeoutExpired:
-            return "stopped, since the time was over,"
+            return "stopped at the time limit"
     if done.returncode == 0:
         return "passed"
     return f"failed with exit code {done.returncode}"

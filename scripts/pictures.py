@@ -1,7 +1,8 @@
-"""Draws docs/pictures (make pictures): run.svg, a run beside its curve, and the tutorial's shapes.
+"""Draws docs/pictures (make pictures): terminal.svg, run.svg, and the tutorial's shapes.
 
-It trains the demo's project again, kills that run, and goes on with it on four devices. The shapes
-are the first that the tutorial's own script draws.
+terminal.svg is a recording of two commands: the first one is interrupted, the second one resumes.
+run.svg is a run next to its curve: it trains the demo's project again, kills that run, and resumes
+it on four devices. The shapes are the first that the tutorial's own script draws.
 """
 
 from __future__ import annotations
@@ -19,21 +20,35 @@ import textwrap
 import time
 from pathlib import Path
 
+from scripts import terminal
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PICTURES = DOCS / "pictures"
 KILLED = 350
 RUN = "killed"
 FIRST = f"./train.sh --run-name {RUN}"
 AGAIN = f"{FIRST} --virtual-devices 4"
-LETTERS = 66  # of a line of the terminal
+LETTERS = 66  # maximum length of a line of the console output
 WIDTH = 980
 HEIGHT = 340
-LEFT, RIGHT, TOP, BOTTOM = 570, 955, 45, 290  # the curve's axes
+LEFT, RIGHT, TOP, BOTTOM = 570, 955, 45, 290  # the ends of the axes of the curve
 LOSSES = (1.0, 0.1, 0.01)
 
 
+def draw_terminal(project: Path) -> str:
+    """Returns the recording of a run that is interrupted and resumed, SVG."""
+    command = "./train.sh --run-name a"
+    if (project / "runs" / "a").exists():
+        raise SystemExit(f"error: there is a run in {project}/runs/a; remove it")
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    commands = [terminal.Command(command, "step 300/600"), terminal.Command(command)]
+    frames = terminal.record(commands, project, environment)
+    title = "A terminal: a run is stopped by Ctrl-C at about step 300; the same command resumes it."
+    return terminal.draw(terminal.shorten(frames), title)
+
+
 def train_and_kill(project: Path) -> list[str]:
-    """Trains in two parts, the first of which is killed; returns what the terminal shows."""
+    """Trains, kills the run, and resumes it; returns the lines that the terminal shows."""
     log = project / "runs" / RUN / "train.log"
     first = subprocess.Popen(FIRST.split(), cwd=project, start_new_session=True)
     while not (log.exists() and f"step {KILLED}/" in log.read_text()):
@@ -49,7 +64,7 @@ def train_and_kill(project: Path) -> list[str]:
 
 
 def shorten(lines: list[str]) -> list[str]:
-    """Keeps the first and last lines of a log, and the last evaluations; none with its time."""
+    """Returns the first line, the last two evaluations and the last line of a log; no times."""
     lines = [line.partition(" INFO ")[2] for line in lines]
     evaluations = [line for line in lines if "eval:" in line][-2:]
     return [lines[0], *evaluations, lines[-1]]
@@ -60,7 +75,7 @@ def read_losses(run: Path, split: str) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if line["split"] == split]
 
 
-def draw(terminal: list[str], whole: Path, killed: Path) -> str:
+def draw(lines: list[str], whole: Path, killed: Path) -> str:
     """Returns the picture, SVG."""
     steps = max(step for step, _ in read_losses(whole, "train"))
 
@@ -81,8 +96,8 @@ def draw(terminal: list[str], whole: Path, killed: Path) -> str:
         f'<rect x="10" y="10" width="510" height="{HEIGHT - 20}" rx="8" fill="#161b22"/>',
         '<g font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve">',
     ]
-    lines = [piece for line in terminal for piece in textwrap.wrap(line, LETTERS)]
-    for number, line in enumerate(lines):
+    rows = [row for line in lines for row in textwrap.wrap(line, LETTERS)]
+    for number, line in enumerate(rows):
         bright = line[0] == "$" or line == "Killed"
         shapes.append(write(25, 36 + 19 * number, line, "#7ee787" if bright else "#e6edf3"))
     shapes.append('</g><g font-family="system-ui, sans-serif">')
@@ -105,7 +120,7 @@ def draw(terminal: list[str], whole: Path, killed: Path) -> str:
     shapes.append(write(x + 6, TOP + 36, "killed; then 4 devices"))
     for row, (colour, text) in enumerate(
         [
-            ("#8c959f", "loss of a run in one go, on one device"),
+            ("#8c959f", "loss of an uninterrupted run on one device"),
             ("#0969da", "loss of the run that was killed"),
             ("#cf222e", "its evaluations"),
         ]
@@ -115,7 +130,7 @@ def draw(terminal: list[str], whole: Path, killed: Path) -> str:
 
 
 def draw_shapes() -> None:
-    """Puts the first shapes of the tutorial side by side, each pixel as four by four."""
+    """Draws shapes.png: the first shapes of the tutorial side by side, enlarged four times."""
     import tensorflow as tf
 
     script = re.search(r"```python\n(.*?)```", (DOCS / "tutorial.md").read_text("utf-8"), re.S)
@@ -130,9 +145,10 @@ def draw_shapes() -> None:
 
 def main(project: Path) -> None:
     """Draws the run ``demo`` of a project, and one in two parts."""
-    terminal = train_and_kill(project)
     PICTURES.mkdir(exist_ok=True)
-    drawn = draw(terminal, project / "runs" / "demo", project / "runs" / RUN)
+    (PICTURES / "terminal.svg").write_text(draw_terminal(project), "utf-8")
+    lines = train_and_kill(project)
+    drawn = draw(lines, project / "runs" / "demo", project / "runs" / RUN)
     (PICTURES / "run.svg").write_text(drawn, "utf-8")
     draw_shapes()
 

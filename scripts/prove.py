@@ -1,10 +1,15 @@
-"""``make prove``: trains one program in many ways, and kills it, beside what people use otherwise.
+"""Trains one program in many ways with ctl_core, Keras ``fit`` and a custom loop (make prove).
 
-The programs are in proof/. A difference is the largest one of a variable by that variable's largest
-value, from the same trainer's undisturbed run on one device, and of that from ctl_core's. Runs of a
-model with Dropout and batch normalization are compared with such a run on one device. Which
-examples were used follows from the steps that the weights are made of: of one that was taken again,
-the last time counts.
+Each trainer trains it on several devices and processes, and is killed and restarted. The table that
+is printed compares the final weights. The programs are in scripts/proof.
+
+Each run is compared with the uninterrupted run of the same trainer on one device, and this run with
+the one of ctl_core. The difference is the largest difference in any variable, relative to the
+largest value of that variable. A model with Dropout and batch normalization is only compared with
+runs of the same trainer.
+
+The table also counts the examples that were used twice or never. Only steps that the final weights
+contain are counted: if a step was taken again after a restart, only its last execution counts.
 """
 
 from __future__ import annotations
@@ -38,14 +43,14 @@ from scripts.proof import callbacks as program
 
 ROOT = Path(__file__).parents[1]
 MARKS = "<!-- make prove -->\n", "<!-- /make prove -->"
-LIMIT = 1e-5  # of the engine's differences; on one device there is to be none
-PAUSE = 0.06  # seconds a step of a run that is killed
-PATIENCE = 240  # seconds for a first step, and for an end
+LIMIT = 1e-5  # the largest difference accepted for the engine; on one device, 0
+PAUSE = 0.06  # seconds that a step waits in a run that is killed
+PATIENCE = 240  # seconds to wait for a first step, and for the end of a process
 WHO = ENGINE, FIT, LOOP = "ctl_core", "Keras `fit`", "textbook loop"
 ONE = "one device"
 KILLED = "killed, on one device"
 NOISY = "Dropout and batch normalization"
-LOGICAL_REPLICAS = 4  # of the engine, where a model is noisy
+LOGICAL_REPLICAS = 4  # used by the engine if the model is noisy
 SETTINGS: dict[str, Any] = {
     "steps": program.STEPS,
     "batch_size": program.BATCH,
@@ -56,15 +61,16 @@ SETTINGS: dict[str, Any] = {
 
 
 class Run(NamedTuple):
-    """What is trained by processes of their own.
+    """A run that is trained in new processes, in one or several attempts.
 
     Attributes:
-        who: trains
-        what: is done, for the table
-        ways: numbers of devices and processes, for each attempt; all but the last are killed
-        how: what a peer is told
-        is_noisy: whether the model has Dropout and batch normalization, and the engine logical
-            replicas
+        who: the trainer
+        what: a description for the table
+        ways: the numbers of devices and processes of each attempt; all attempts except the last are
+            killed
+        how: the arguments of scripts.proof.peers, if the trainer is a peer
+        is_noisy: whether the model has Dropout and batch normalization; the engine then uses
+            logical replicas
     """
 
     who: str
@@ -74,7 +80,7 @@ class Run(NamedTuple):
     is_noisy: bool = False
 
     def command(self, devices: int) -> list[str]:
-        """Returns what starts an attempt, in a folder of the run's own."""
+        """Returns the command of an attempt, which runs in the folder of the run."""
         if self.who == ENGINE:
             words = ["ctl_core", "train", f"--callbacks={program.__file__}", "--runs-dir=."]
             words += [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
@@ -89,7 +95,18 @@ class Run(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What was done, and what it has led to; of what failed, the message alone."""
+    """The result of a run.
+
+    Attributes:
+        who: the trainer
+        what: a description for the table
+        message: the error message if the run failed, otherwise empty
+        weights: the final weights
+        twice: how often an example was used again in the same epoch
+        never: how often an example was not used in an epoch
+        clipped: the number of gradients that were clipped
+        kills: the number of kills
+    """
 
     who: str
     what: str
@@ -102,7 +119,7 @@ class Trained(NamedTuple):
 
 
 def list_runs() -> Iterator[Run]:
-    """Yields what is trained by processes of their own."""
+    """Yields the runs that are trained in new processes."""
     choice = random.Random(program.SEED)
     ways = [(1, 1)]
     for _ in range(10):
@@ -137,7 +154,7 @@ def list_runs() -> Iterator[Run]:
 
 
 def train_all(folder: Path) -> Iterator[Trained]:
-    """Trains in every way: by the engine in this process, then by processes, a few at a time."""
+    """Yields all results: runs of the engine in this process, then runs in new processes."""
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
     )
@@ -154,7 +171,7 @@ def train_all(folder: Path) -> Iterator[Trained]:
 
 
 def train(folder: Path, run: Run) -> Trained:
-    """Trains by processes of their own, which are killed at random moments after a first step."""
+    """Trains a run in new processes, which are killed at random times after the first step."""
     moments = random.Random(program.SEED)
     hits = 0
     kills = len(run.ways) - 1
@@ -178,7 +195,7 @@ def train(folder: Path, run: Run) -> Trained:
 def start_processes(
     run: Run, way: tuple[int, int], start: Path, pause: float
 ) -> list[subprocess.Popen[bytes]]:
-    """Starts an attempt: one process, or a cluster on loopback."""
+    """Starts an attempt: one process, or a cluster on this machine."""
     devices, processes = way
     environ = {**os.environ, "PROOF": str(start), "PAUSE": str(pause)}
     environ |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -207,7 +224,7 @@ def is_running(started: Sequence[subprocess.Popen[bytes]]) -> bool:
 
 
 def find_code(process: subprocess.Popen[bytes]) -> int:
-    """Returns the exit code of a process, which is ended if it does not end."""
+    """Returns the exit code of a process; terminates it if it does not end in time."""
     try:
         return process.wait(PATIENCE)
     except subprocess.TimeoutExpired:
@@ -216,7 +233,7 @@ def find_code(process: subprocess.Popen[bytes]) -> int:
 
 
 def find_message(start: Path) -> str:
-    """Returns the last line of an attempt's logs that names an error, short."""
+    """Returns the last error message in the logs of an attempt, shortened."""
     text = "\n".join(path.read_text() for path in sorted(start.parent.glob(f"{start.name}.log*")))
     lines = re.findall(r"^(?:[\w.]+\.)?(\w*[Ee]rror: .*)", text, re.M)
     message = lines[-1] if lines else f"no end within {PATIENCE} s"
@@ -225,13 +242,14 @@ def find_message(start: Path) -> str:
 
 
 def read(folder: Path, who: str, what: str) -> Trained:
-    """Reads what a run has left: its weights, and the examples of all attempts."""
+    """Reads the result of a run from its files: the weights, and the examples of each attempt."""
     steps: dict[int, list[list[Any]]] = {}
     attempts = sorted(folder.glob("*.ids"), key=lambda path: int(path.stem))
     for path in attempts:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         steps |= {step: [line for line in lines if line[0] == step] for step, *_ in lines}
-    taken = [*itertools.chain(*steps.values())]  # of several processes, or micro-batches
+    # With several processes or micro-batches, a step has several lines.
+    taken = [*itertools.chain(*steps.values())]
     used = collections.Counter((epoch, each) for _, epoch, ids, _ in taken for each in ids)
     clipped = sum(norm > program.CLIP for *_, norm in taken)
     never = program.EPOCHS * program.EXAMPLES - len(used)
@@ -246,21 +264,21 @@ def measure(weights: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> fl
 
 
 def format_cell(trained: Trained, difference: float) -> str:
-    """Returns kills, difference, and how many examples were used twice and never, if any."""
+    """Returns a cell: the kills, the difference, and the examples used twice and never."""
     kills = f"{trained.kills}×: " if trained.kills else ""
     used = f", {trained.twice}/{trained.never}" if trained.twice or trained.never else ""
     return f"{kills}{f'{difference:.0e}' if difference else '0'}{used}"
 
 
 def main() -> int:
-    """Trains, prints the table, and puts it into a document; returns the exit code."""
+    """Trains all runs, prints the table, and writes it into a page; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m scripts.prove", description=__doc__)
-    parser.add_argument("--into", type=Path, metavar="FILE.md", help="put the table into it")
+    parser.add_argument("--into", type=Path, metavar="FILE.md", help="a page for the table")
     into = parser.parse_args().into
     begun = time.monotonic()
     broken = False
-    tf.get_logger().setLevel("ERROR")  # many runs look to it like one that is traced anew
-    undisturbed: dict[tuple[str, bool], Trained] = {}  # by trainer, and whether the model is noisy
+    tf.get_logger().setLevel("ERROR")  # it warns about retracing, because there are many runs
+    undisturbed: dict[tuple[str, bool], Trained] = {}  # by trainer and is_noisy
     cells: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for trained in train_all(Path(folder)):
@@ -297,7 +315,7 @@ def main() -> int:
         after = rest.partition(MARKS[1])[2]
         into.write_text(f"{before}{MARKS[0]}{text}{MARKS[1]}{after}", encoding="utf-8")
     if broken:
-        print(f"error: {ENGINE} has not kept its promise.", file=sys.stderr)
+        print(f"error: a run of {ENGINE} differs, see the table.", file=sys.stderr)
     return int(broken)
 
 

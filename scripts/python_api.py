@@ -21,6 +21,8 @@ ENGINE = Path(ctl_core.__file__).parent
 INTRODUCTION = """\
 # Python API
 
+You can train, evaluate and load models from Python, for example in a script or a notebook:
+
 ```python
 import callbacks
 import ctl_core as ctl
@@ -29,14 +31,15 @@ config = ctl.load_config("config.yaml", steps=20, run_name="api")
 state = ctl.train(callbacks, config)
 ```
 
-Everything that a hook or a script may use is in `ctl_core`, which this documentation imports as
-`ctl`. Other modules of the engine may change with any version. This page is written from the
-docstrings, which `help(ctl.train)` shows, too.
+All public names are in `ctl_core`, which this documentation imports as `ctl`, and in `ctl.data`.
+Hooks and scripts may use them. Everything else in the engine may change with any version.
+
+The entries below are generated from docstrings, so `help(ctl.train)` prints the same text.
 """
 
 
 class Group(NamedTuple):
-    """A section of the page: its title, a sentence before its entries, and their names."""
+    """A section of the page: its title, a text before its entries, and the names of the entries."""
 
     title: str
     text: str
@@ -49,9 +52,14 @@ GROUPS = (
         "[Python scripts and notebooks](notebooks.md) and [serving](serving.md) have examples.",
         ("load_config", "train", "check", "load"),
     ),
-    Group("State and LoadedModel", "", ("State", "LoadedModel")),
+    Group(
+        "State and LoadedModel",
+        "`train` and `check` return a `State`; `load` returns a `LoadedModel`.",
+        ("State", "LoadedModel"),
+    ),
     Group(
         "Listeners",
+        "A listener sends the values of a run elsewhere, for example to an experiment tracker.\n"
         "[Experiment trackers](experiment-trackers.md) has an example.",
         ("Listener",),
     ),
@@ -62,7 +70,8 @@ GROUPS = (
     ),
     Group(
         "Helpers for graph hooks",
-        "The defaults of hooks in the [hook reference](hook-reference.md) use them.",
+        "Functions for your own versions of hooks. The default hooks, whose source is in the\n"
+        "[hook reference](hook-reference.md), use them, too.",
         (
             *("unpack", "weighted", "regularization", "trainable_variables", "nan_to_zero"),
             "leading_dimension",
@@ -70,7 +79,7 @@ GROUPS = (
     ),
     Group(
         "Results of hooks",
-        "Named tuples; a plain tuple of the same values works, too.",
+        "Hooks can return these named tuples. A plain tuple of the same values works, too.",
         ("Objective", "Update", "EvalLoss", "Checkpointing"),
     ),
     Group(
@@ -80,19 +89,20 @@ GROUPS = (
     ),
     Group(
         "Settings and errors",
-        "[Settings](settings.md) lists the fields of `Config`; [Errors](errors.md) the messages.",
+        "The fields of `Config` are the [settings](settings.md). [Errors](errors.md) explains the "
+        "most frequent messages.",
         ("Config", "CtlError", "SetupError", "RunError"),
     ),
 )
 DATA = Group(
     "ctl.data",
-    "These functions help to write `create_dataset`; [Data pipelines](data.md) has examples.",
+    "Functions that you can use in `create_dataset`. [Data pipelines](data.md) has examples.",
     (
         *("index_shuffle", "index_shuffle_with_seeds", "with_seeds", "bucket_by_length"),
         *("split_of", "fold_of", "hash_of"),
     ),
 )
-# The attributes that are meant for users; the docstrings of these classes list others, too.
+# The attributes that are shown, by class. The docstrings of these classes list internal ones, too.
 SHOWN = {
     "State": (
         *("step", "metrics", "history", "train_model", "train_loss", "optimizer", "lr"),
@@ -102,7 +112,7 @@ SHOWN = {
         *("model", "input_spec", "output_spec", "step", "metrics", "settings", "run_batch"),
     ),
 }
-# The heading of a section of a docstring, by its name.
+# The sections of a docstring that become tables, with the heading of the first column.
 _TABLES = {"Args": "argument", "Attributes": "attribute"}
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):{1,2}$")
 
@@ -125,7 +135,7 @@ class Docstring:
 
 
 def parse_docstring(docstring: str) -> Docstring:
-    """Takes a docstring apart."""
+    """Splits a docstring into its sections."""
     sections: dict[str, list[str]] = {"": []}
     current = ""
     for line in inspect.cleandoc(docstring).splitlines():
@@ -139,9 +149,9 @@ def parse_docstring(docstring: str) -> Docstring:
             sections[current] += ["", line]
         else:
             sections[current].append(line)
-    texts = {name: inspect.cleandoc("\n".join(lines)) for name, lines in sections.items()}
+    texts = {name: textwrap.dedent("\n".join(lines)).strip() for name, lines in sections.items()}
     return Docstring(
-        text=texts[""].strip(),
+        text=texts[""],
         items={name: parse_items(texts.get(name, "")) for name in ("Args", "Attributes", "Raises")},
         returns=texts.get("Returns", ""),
         example=texts.get("Example", ""),
@@ -189,7 +199,7 @@ def list_arguments(arguments: ast.arguments) -> list[str]:
 
 
 def format_table(head: str, rows: Mapping[str, str]) -> str:
-    """Returns a table of names and meanings; no text for no rows."""
+    """Returns a table of names and meanings; "" if there are no rows."""
     if not rows:
         return ""
     lines = [f"`{name}` | {format_text(meaning)}" for name, meaning in rows.items()]
@@ -292,7 +302,7 @@ def describe_group(group: Group, homes: Mapping[str, str], prefix: str) -> Itera
     Args:
         group: the group
         homes: the module of each name
-        prefix: stands before the names in signatures
+        prefix: the module in front of the names of functions in signatures, such as ``ctl.``
     """
     yield f"## {group.title}\n"
     if group.text:
@@ -306,12 +316,12 @@ def describe_group(group: Group, homes: Mapping[str, str], prefix: str) -> Itera
 
 
 def join(paragraphs: Iterable[str]) -> str:
-    """Returns paragraphs with an empty line between them."""
+    """Joins paragraphs, with an empty line between two of them."""
     return "\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
 def write_python_api() -> str:
-    """Returns the page with everything about each public name."""
+    """Returns the page, with an entry for each public name."""
     paragraphs = [INTRODUCTION]
     for group in GROUPS:
         paragraphs += describe_group(group, ctl_core._HOME, "ctl.")

@@ -1,14 +1,15 @@
-"""Renders a project and trains it on each Python that pyproject.toml allows, two at a time.
+"""Generates a project and trains it with each version of Python that pyproject.toml allows.
 
-Each gets a machine that seems to have no other Python, and there the project's own train.sh makes
-the environment, by pip, and by uv where that is installed. On the Python before the oldest,
-train.sh has to say in one line what it needs.
+    python scripts/pythons.py             all allowed versions that are installed
+    python scripts/pythons.py 3.12 3.13   these versions, which must be installed
 
-    python scripts/pythons.py             those that are here; it says which are missing
-    python scripts/pythons.py 3.12 3.13   these, which have to be here
+Two versions are tested at a time. For each, the PATH contains no other Python. The project's own
+train.sh creates the environment with pip, and also with uv if uv is installed. With the version
+before the oldest allowed one, train.sh must print one line that says which versions it needs.
 
-It asks the package index, too, whether TensorFlow has come to the Python after the newest. Exit
-code 1: a Python did not do what it should, or was named and is not installed, here or by pyenv.
+The script also asks the package index whether TensorFlow supports the version after the newest
+allowed one. The exit code is 1 if a check failed, or if a version that was passed is not installed
+(on the PATH or by pyenv).
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ COMMANDS = (
 
 
 class FailedError(Exception):
-    """A Python did not do what it should; the message is shown."""
+    """A check failed; the message says which one."""
 
 
 def allowed() -> list[str]:
-    """Returns the versions that pyproject.toml allows, such as 3.11."""
+    """Returns the minor versions that pyproject.toml allows, such as 3.11."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     range_ = SpecifierSet(project["requires-python"])
     return [f"3.{minor}" for minor in range(100) if f"3.{minor}" in range_]
 
 
 def find(version: str) -> Path | None:
-    """Finds the interpreter of a version, on the PATH or among those of pyenv."""
+    """Returns the interpreter of a version, from the PATH or from pyenv; None if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     places = [Path(folder) for folder in os.get_exec_path()]
     for folder in (*places, *sorted(pyenv.glob(f"{version}.*/bin"))):
         python = folder / f"python{version}"
-        # One of pyenv's on the PATH runs only if it has been chosen.
+        # An interpreter of pyenv on the PATH works only if its version was selected.
         asked = "import sys, ensurepip, venv; print('%d.%d' % sys.version_info[:2])"
         if python.is_file() and output_of([str(python), "-c", asked]).strip() == version:
             return python
@@ -72,7 +73,7 @@ def output_of(command: list[str]) -> str:
 
 
 def machine_with(python: Path, folder: Path) -> dict[str, str]:
-    """Returns an environment in which ``python3`` is this one, and there is no other, and no uv."""
+    """Returns environment variables for which the PATH has only this ``python3``, and no uv."""
     folder.mkdir()
     (folder / "python3").write_text(f'#!/bin/sh\nexec "{python}" "$@"\n')
     (folder / "python3").chmod(0o755)
@@ -89,10 +90,10 @@ def machine_with(python: Path, folder: Path) -> dict[str, str]:
 def run(
     version: str, words: list[str], folder: Path, environ: dict[str, str], code: int = 0
 ) -> str:
-    """Runs a command in a folder and says how long it took; returns what it printed.
+    """Runs a command in a folder, and prints how long it took; returns its output.
 
     Raises:
-        FailedError: it has another exit code than ``code``.
+        FailedError: the exit code is not ``code``.
     """
     start = time.monotonic()
     done = subprocess.run(
@@ -113,10 +114,10 @@ def run(
 
 
 def check_trains(version: str, project: Path, environ: dict[str, str]) -> None:
-    """Runs every command and the project's own tests; then trains once more, installed by uv.
+    """Runs all commands and the project's own tests; then installs with uv, and trains again.
 
     Raises:
-        FailedError: one of them does, or ran on another Python.
+        FailedError: a command failed, or ran with another version of Python.
     """
     for command in COMMANDS:
         run(version, command.split(), project, environ)
@@ -130,10 +131,10 @@ def check_trains(version: str, project: Path, environ: dict[str, str]) -> None:
 
 
 def check_made(version: str, project: Path, environ: dict[str, str]) -> None:
-    """Looks which Python train.sh has made an environment of.
+    """Checks with which Python train.sh has created the environment.
 
     Raises:
-        FailedError: another one.
+        FailedError: it is not the expected one.
     """
     python = run(version, [".venv/bin/python", "-V"], project, environ)
     if not python.startswith(f"Python {version}."):
@@ -141,10 +142,10 @@ def check_made(version: str, project: Path, environ: dict[str, str]) -> None:
 
 
 def check_refused(version: str, project: Path, environ: dict[str, str]) -> None:
-    """Expects one line, exit code 2, and nothing left behind.
+    """Checks that train.sh prints one line, ends with exit code 2, and leaves no files behind.
 
     Raises:
-        FailedError: it is otherwise.
+        FailedError: one of these is not the case.
     """
     output = run(version, ["./train.sh", "--steps", "4"], project, environ, code=2)
     named = f"Python {version}." in output and f">={allowed()[0]}" in output
@@ -158,7 +159,11 @@ def check_refused(version: str, project: Path, environ: dict[str, str]) -> None:
 
 
 def check(version: str) -> bool | None:
-    """Checks one version; prints how it goes, and returns whether it went well; None: not here."""
+    """Checks one version, and prints the result.
+
+    Returns:
+        Whether all checks passed; None if the version is not installed.
+    """
     good = version in allowed()
     print(f"{version}  {'trains' if good else 'is refused'}?", flush=True)
     python = find(version)
@@ -183,14 +188,14 @@ def beside(version: str, more: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks the versions that are named, or all; returns the exit code."""
+    """Checks the versions that were passed, or all allowed ones; returns the exit code."""
     parser = argparse.ArgumentParser(description="train a project on each Python")
     parser.add_argument("version", nargs="*")
     named = parser.parse_args(argv).version
     start = time.monotonic()
     oldest, *_, newest = allowed()
     versions = named or [beside(oldest, -1), *allowed()]
-    with ThreadPoolExecutor(2) as pool:  # installing takes one core, and so does a start
+    with ThreadPoolExecutor(2) as pool:  # installing uses one core, and so does starting TensorFlow
         results = dict(zip(versions, pool.map(check, versions), strict=True))
     missing = [version for version, good in results.items() if good is None]
     tried = [version for version in results if version not in missing]

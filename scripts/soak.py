@@ -1,9 +1,10 @@
-"""Kills the training of ``make prove`` very often, and compares its weights when it has ended.
+"""Kills the training of ``make prove`` many times at random moments, and compares its weights.
 
 ``python -m scripts.soak FOLDER --kills 20 --of clusters`` adds a line for each run to
-FOLDER/log.jsonl; without ``--kills`` it sums them up. Kills come while a process starts, between
-two steps, or while a checkpoint is written; of a cluster, at one process or at all of them.
-soak_operations.py kills a run before each of its file operations instead of at random moments.
+FOLDER/log.jsonl. Without ``--kills``, it prints a summary of these lines. A process is killed while
+it starts, between two steps, or while it writes a checkpoint. In a cluster, one process is killed,
+or all of them. The script soak_operations.py, in contrast, kills a run before each of its file
+operations.
 """
 
 from __future__ import annotations
@@ -38,24 +39,25 @@ from scripts.prove import (
     wait_for,
 )
 
-Way = tuple[int, int]  # devices of each process, processes
-KINDS: dict[str, list[list[Way]]] = {  # what a start of a run may be
+Way = tuple[int, int]  # the devices of each process, and the number of processes
+KINDS: dict[str, list[list[Way]]] = {  # the possible starts of a run, by kind
     "one": [[(1, 1)], [(1, 1)], [(1, 1), (2, 1), (3, 1), (4, 1)]],
     "clusters": [[(1, 2)], [(1, 3)], [(1, 2), (1, 3)]],
     "both": [[(1, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2)]],
 }
-KILLS = 8  # of a run at most
-SILENCE = 75  # seconds after which what is left of a cluster has to have ended, 60 as it joins
+KILLS = 8  # the maximum number of kills of a run
+# Seconds in which the other processes of a cluster must end. A process that is joining needs 60.
+SILENCE = 75
 WAITS = "cluster: waiting; no answer from"
 
 
 def train(
     folder: Path, ways: Sequence[Way], kills: int, draw: random.Random, is_logical: bool
 ) -> dict[str, Any]:
-    """Trains one run to its end, killed on the way; returns what there is to say of it.
+    """Trains one run to its end, and kills it several times; returns its counts for the log.
 
     Raises:
-        AssertionError: it has not ended as it should.
+        AssertionError: the run ended with a wrong exit code, or did not end.
     """
     run = Run(ENGINE, "soak", ways, is_noisy=is_logical)
     counts = {"start": 0, "step": 0, "save": 0, "unfinished": 0}
@@ -96,7 +98,7 @@ def train(
 def wait_in_training(
     folder: Path, moment: str, started: Sequence[subprocess.Popen[bytes]], draw: random.Random
 ) -> None:
-    """Waits, while processes train, for a moment in a ``step`` or in a ``save``."""
+    """Waits for a random moment in a ``step`` or in a ``save``, while the processes train."""
     if moment == "step":
         time.sleep(draw.uniform(0, 3))
         return
@@ -107,7 +109,7 @@ def wait_in_training(
 def kill(
     started: list[subprocess.Popen[bytes]], draw: random.Random
 ) -> list[subprocess.Popen[bytes]]:
-    """Kills all processes or one of them; returns those that were killed."""
+    """Kills all processes, or one of them; returns the killed ones."""
     killed = started
     if draw.random() >= 0.5:
         killed = [draw.choice(started)]
@@ -122,7 +124,8 @@ def end_others(
     """Waits until the processes that were not killed have ended.
 
     Returns:
-        False if they were killed, too: they wait, and say so, for a process that never came.
+        False if they had to be killed, too, because they reported that they wait for a process
+        that had not joined the cluster yet.
 
     Raises:
         AssertionError: they do not end.
@@ -141,7 +144,7 @@ def end_others(
 
 
 def wait_for_files(folder: Path, count: int, started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Waits until so many files of checkpoints have come."""
+    """Waits until a number of new checkpoint files exist."""
     known = list_files(folder)
     until = time.monotonic() + PATIENCE
     while count > 0 and is_running(started) and time.monotonic() < until:
@@ -157,20 +160,20 @@ def list_files(folder: Path) -> set[str]:
 
 
 def is_unfinished(ckpt: Path) -> bool:
-    """Whether there are files of a checkpoint that has no record."""
+    """Returns True if there are files of a checkpoint without a record."""
     records = {path.stem for path in ckpt.glob("engine/*.json")}
     return any(path.name.split(".")[0] not in records for path in ckpt.glob("**/ckpt-*"))
 
 
 def read_weights(folder: Path) -> list[np.ndarray]:
-    """Returns the weights of a run's last checkpoint."""
+    """Returns the weights in the last checkpoint of a run."""
     reader = tf.train.load_checkpoint(str(folder / f"run/ckpt/ckpt-{STEPS}"))
     names = [name for name in reader.get_variable_to_shape_map() if "_trainable_variables" in name]
     return [reader.get_tensor(name) for name in sorted(names)]
 
 
 def soak(folder: Path, of: str, kills: int, seed: int, is_logical: bool) -> bool:
-    """Trains runs until so many kills are spent; returns whether all are as they should be."""
+    """Trains runs until the number of kills is reached; returns True if no weights differ."""
     draw = random.Random(seed)
     done = 0
     well = True
@@ -199,7 +202,7 @@ def soak(folder: Path, of: str, kills: int, seed: int, is_logical: bool) -> bool
 
 
 def sum_up(folder: Path) -> None:
-    """Prints how many kills there were, and the largest differences."""
+    """Prints the number of kills, and the largest differences."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     for of, is_same, is_logical in itertools.product(KINDS, (True, False), (False, True)):
         lines_of_kind = [

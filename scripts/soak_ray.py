@@ -1,8 +1,9 @@
-"""Kills the training of ``make prove`` on Ray, a process or a node at a time; compares its weights.
+"""Kills processes and nodes while ``make prove``'s program trains on Ray; compares its weights.
 
-``python -m scripts.soak_ray FOLDER --kills 20`` needs Ray, and makes one of three nodes here. In
-one run, the number of workers is fixed, and a node comes for each that is lost; in the next, there
-are 1 to 3, and nodes come at random. Each run adds a line to FOLDER/log.jsonl.
+``python -m scripts.soak_ray FOLDER --kills 20`` needs Ray, and starts a Ray cluster of three nodes
+on this machine. Two kinds of runs alternate. In the first, the number of workers is fixed, and each
+lost node is replaced. In the second, there are 1 to 3 workers, and lost nodes are replaced at
+random. Each run adds a line to FOLDER/log.jsonl.
 """
 
 import argparse
@@ -23,13 +24,13 @@ from ray.cluster_utils import Cluster  # type: ignore[import-not-found]
 from scripts.proof import callbacks as program
 from scripts.prove import ENGINE, LIMIT, ROOT, Run, measure
 
-NODES, KILLS = 3, 3  # of a run, kills at most
+NODES, KILLS = 3, 3  # KILLS: the maximum number of kills of a run
 TRAIN = Run(ENGINE, "", []).command(1)
 
 
 def kill(cluster: Cluster, what: str, draw: random.Random) -> None:
-    """Kills all processes of a node, or the training on one."""
-    import psutil  # type: ignore[import-untyped]  # Ray brings it along
+    """Kills all processes of a random node, or only the training on it."""
+    import psutil  # type: ignore[import-untyped]  # a dependency of Ray
 
     for node in draw.sample([*cluster.worker_nodes], len(cluster.worker_nodes)):
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
@@ -44,7 +45,7 @@ def kill(cluster: Cluster, what: str, draw: random.Random) -> None:
 
 
 def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.Random) -> Any:
-    """Trains one run to its end, killed on the way; returns what there is to say of it."""
+    """Trains one run to its end, and kills it several times; returns its counts for the log."""
     fixed = number % 2 == 0
     ids = folder / "now.ids"
     size = 0
@@ -59,7 +60,7 @@ def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.
     with (folder / f"{number}.log").open("wb") as log:
         job = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     for left in range(kills, -1, -1):
-        early = killed_at > 0 and left > 0 and draw.random() < 0.2  # while it starts again
+        early = killed_at > 0 and left > 0 and draw.random() < 0.2  # kill during the restart
         while not early and job.poll() is None and ids.stat().st_size <= size:
             time.sleep(0.02)
         if killed_at and not early and job.poll() is None:
@@ -75,14 +76,17 @@ def train(folder: Path, number: int, kills: int, cluster: Cluster, draw: random.
             counts["early"] += early
             if what == "node" and (fixed or draw.random() < 0.5 or not cluster.worker_nodes):
                 cluster.add_node(num_cpus=1)
-            time.sleep(2)  # what was under way has ended
+            time.sleep(2)  # steps that had already begun have ended then
             size = ids.stat().st_size
     assert job.wait() == 0, f"{folder}/{number}.log: exit code {job.returncode}"
     return counts
 
 
 def count_used(ids: Path) -> tuple[int, int]:
-    """Counts examples of an epoch that were used twice, and never; of a step, the last time."""
+    """Counts examples that were used twice or never in an epoch.
+
+    If a step was taken several times, only its last execution counts.
+    """
     steps: Any = collections.defaultdict(list)
     for step, _, examples, _ in map(json.loads, reversed(ids.read_text().splitlines())):
         if len(steps[step]) < program.BATCH:

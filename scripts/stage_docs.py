@@ -33,7 +33,7 @@ DOCUMENTS = {
 ONLY_IN_REPOSITORY = ("docs/README.md",)
 # A page, a section with a title, or a list of these.
 Navigation: TypeAlias = str | dict[str, "Navigation"] | list["Navigation"]
-# Stands for owner and name of the repository in the README.
+# The placeholder in the README for the owner and the name of the repository.
 PLACEHOLDER = "OWNER/cookiecutter-tensorflow-ctl"
 _FENCE = re.compile(r"^([ ]*)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 # The target of a link, in Markdown and in HTML.
@@ -64,7 +64,7 @@ def read_config() -> dict[str, Any]:
 
 
 def list_pages(navigation: Navigation) -> list[str]:
-    """Returns the pages of a navigation in their order; ``nav`` of mkdocs.yml is one."""
+    """Returns the pages of a navigation, such as ``nav`` of mkdocs.yml, in their order."""
     if isinstance(navigation, str):
         return [navigation]
     entries = navigation
@@ -74,13 +74,13 @@ def list_pages(navigation: Navigation) -> list[str]:
 
 
 def read_repository_url() -> str:
-    """Returns the address of the repository on the web, as the site shows it."""
+    """Returns the URL of the repository, which the pages of the site link to."""
     url: str = read_config()["repo_url"]
     return url
 
 
 def list_documents() -> dict[str, str]:
-    """Returns the path of each document in the repository, with that of its page on the site."""
+    """Returns the path of each document's page on the site, by its path in the repository."""
     pages = {f"docs/{path.name}": path.name for path in sorted((ROOT / "docs").glob("*.md"))}
     for path in ONLY_IN_REPOSITORY:
         pages.pop(path, None)
@@ -91,10 +91,10 @@ class Document:
     """A document of the repository whose links are rewritten for the site.
 
     Attributes:
-        path: of the document in the repository
-        pages: all documents, with their pages on the site
-        repository: the address of the repository on the web
-        pictures: the files that the page shows: where they are, by where the site has them
+        path: the path of the document in the repository
+        pages: the pages on the site of all documents, by their paths in the repository
+        repository: the URL of the repository
+        pictures: the pictures of the page: their files, by their paths on the site
     """
 
     def __init__(self, path: str, pages: Mapping[str, str], repository: str) -> None:
@@ -140,7 +140,7 @@ class Document:
 
 
 def split_code(text: str) -> Iterator[tuple[str, bool]]:
-    """Yields the parts of a Markdown text, and whether a part is a fenced block of code."""
+    """Yields the parts of a Markdown text, each with True if it is a fenced block of code."""
     end = 0
     for block in _FENCE.finditer(text):
         yield text[end : block.start()], False
@@ -150,7 +150,7 @@ def split_code(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def main() -> int:
-    """Writes build/docs anew; returns the exit code."""
+    """Replaces build/docs; returns the exit code."""
     pages = list_documents()
     repository = read_repository_url()
     shutil.rmtree(STAGED, ignore_errors=True)

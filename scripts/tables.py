@@ -33,7 +33,7 @@ RUNS = {
 HOOKS = """\
 # Hook reference
 
-A hook is a function in `callbacks.py`. It names only the arguments that it uses, in any order.
+A hook is a function in `callbacks.py`. It declares only the arguments that it uses, in any order.
 [Hooks](hooks.md) explains how they work together, and `python -m ctl_core hooks NAME` prints the
 same about one hook.
 
@@ -50,14 +50,14 @@ host get values.
 
 """
 COMMON = """\
-In shapes, `b` is the number of examples, and `[]` a scalar. Every hook may also name these
+In shapes, `b` is the number of examples, and `[]` a scalar. Every hook can also take these
 arguments:
 
 """
 
 
 def format_table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Returns rows as Markdown; the first one is the head."""
+    """Returns a Markdown table; the first row is its head."""
     head, *others = [" | ".join(row) for row in rows]
     return "\n".join([head, re.sub(r"[^|]+", "---", head), *others]) + "\n"
 
@@ -66,8 +66,8 @@ def format_table(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def list_hooks() -> Iterable[tuple[str, ...]]:
-    """Yields of each hook where it runs, and its purpose."""
-    yield "hook", "runs", "what it gives, or does"
+    """Yields the name of each hook, where it runs, and its purpose."""
+    yield "hook", "runs", "purpose"
     for spec in TABLE:
         purpose = spec.purpose
         if spec.is_required:
@@ -76,7 +76,7 @@ def list_hooks() -> Iterable[tuple[str, ...]]:
 
 
 def list_arguments(arguments: Iterable[Argument], head: str) -> Iterable[tuple[str, ...]]:
-    """Yields name, type and meaning of each argument, or of each field of a result."""
+    """Yields the name, type and meaning of each argument, or of each field of a result."""
     yield head, "type", "meaning"
     for argument in arguments:
         kind = re.sub(r"\b(tf|ctl)(\.\w+)+", lambda match: f"`{match[0]}`", argument.type)
@@ -86,8 +86,8 @@ def list_arguments(arguments: Iterable[Argument], head: str) -> Iterable[tuple[s
 
 
 def list_all_arguments() -> Iterable[tuple[str, ...]]:
-    """Yields name and meaning of each argument of any hook, and the hooks that may name it."""
-    yield "argument", "meaning, and the hooks that may name it"
+    """Yields the name and meaning of each argument of any hook, and the hooks that can take it."""
+    yield "argument", "meaning, and the hooks that can take it"
     hooks: dict[Argument, list[str]] = {}
     for spec in TABLE:
         for argument in spec.arguments:
@@ -129,7 +129,7 @@ def describe_hook(spec: HookSpec) -> Iterable[str]:
 
 
 def write_hooks() -> str:
-    """Returns the page with everything about each hook."""
+    """Returns the page that describes all hooks."""
     head = "\n".join(
         [
             HOOKS + format_table(list_hooks()),
@@ -145,7 +145,7 @@ def write_hooks() -> str:
 
 def list_settings(names: Iterable[str]) -> Iterable[tuple[str, ...]]:
     """Yields the name, default and help of each setting."""
-    yield "setting", "default", "what it says"
+    yield "setting", "default", "meaning"
     defaults = dataclasses.asdict(Config())
     for name in names:
         default = defaults[name]
@@ -158,7 +158,7 @@ def list_settings(names: Iterable[str]) -> Iterable[tuple[str, ...]]:
 
 
 def write_settings() -> str:
-    """Returns a section for each group of settings, as ``--help`` has them."""
+    """Returns a section for each group of settings; the groups are the same as in ``--help``."""
     grouped = {name for names in GROUPS.values() for name in names}
     groups = {**GROUPS, "your own": tuple(name for name in SETTINGS if name not in grouped)}
     return "\n".join(
@@ -168,7 +168,7 @@ def write_settings() -> str:
 
 
 def describe_command(name: str) -> Iterator[str]:
-    """Yields the paragraphs about a command: its options and examples."""
+    """Yields the paragraphs about a command and its options."""
     command = COMMANDS[name]
     yield f"## {name}\n"
     arguments = {
@@ -177,7 +177,7 @@ def describe_command(name: str) -> Iterator[str]:
     }.get(name, "[NAME] [--SETTING VALUE ...]")
     yield f"```text\npython -m ctl_core {name} {arguments}\n```\n"
     yield f"{capitalize(command.text)}.\n"
-    rows = [("option", "what it says")]
+    rows = [("option", "meaning")]
     rows += [(f"`--{option}`", OPTIONS[option][1].description) for option in command.options]
     yield format_table(rows)
     if name == "train":
@@ -226,14 +226,14 @@ PAGES = {
     "python-api.md": write_python_api(),
     "gallery.md": write_gallery(),
 }
-# The parts of pages between these marks.
+# The marks around the generated part of a page, and these parts by page.
 BEGIN = "<!-- generated -->"
 END = "<!-- /generated -->"
 SECTIONS = {"settings.md": write_settings(), "commands.md": write_commands()}
 
 
 def write_all() -> dict[str, str]:
-    """Returns the text of each page that is generated, or has a generated part."""
+    """Returns the text of each page that is generated, or that has a generated part."""
     pages = dict(PAGES)
     for page, section in SECTIONS.items():
         text = (DOCS / page).read_text("utf-8")
@@ -246,5 +246,5 @@ def write_all() -> dict[str, str]:
 if __name__ == "__main__":
     for page, text in write_all().items():
         (DOCS / page).write_text(text, encoding="utf-8")
-    # Last, because the titles of the others are in it.
+    # This page is written last, because it contains the titles of the other pages.
     (DOCS / "README.md").write_text(write_list_of_pages(), encoding="utf-8")

@@ -1,7 +1,8 @@
-"""Which files come first, and which are quick.
+"""Decides the order of the test files, and which tests are quick.
 
-Whole files are handed to the processes that test: those that take minutes first, or one would run
-alone at the end. ``make check`` runs the quick ones, ``make test`` all but those marked ``slow``.
+Whole files are distributed over the test processes. Files that take minutes come first; otherwise
+one of them would run alone at the end. ``make check`` runs the quick tests, and ``make test`` all
+tests except those marked ``slow``.
 """
 
 import gc
@@ -24,7 +25,8 @@ LONGEST = """
     test_sweep_file test_reported_values test_every_step test_run_files test_cache_files
     test_answers test_signals test_watch test_train_sh test_launch
 """
-# They start no process, and take less than half a minute of one core each.
+# The tests in these files start no process, and each file takes less than half a minute on one
+# core.
 QUICK = """
     test_architecture test_compat test_layout test_numbers
     test_reduction test_scripts test_settings
@@ -33,7 +35,7 @@ QUICK = """
 
 @pytest.fixture(scope="session", autouse=True)
 def lean_path() -> Iterator[None]:
-    """Lets all processes that tests start import less, as this one does."""
+    """Makes all processes that tests start import fewer modules, as this process does."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(lean.FOLDER), before]))
     yield
@@ -45,10 +47,10 @@ def lean_path() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def short_collections() -> Iterator[None]:
-    """Exempts from garbage collection what a test leaves behind.
+    """Exempts the objects that a test leaves behind from garbage collection.
 
-    TensorFlow keeps thousands of objects of each training. The engine collects garbage in each
-    training, and would look through those of all the tests before.
+    TensorFlow keeps thousands of objects alive for each training run. The engine collects garbage
+    in each run, and would otherwise scan the objects of all previous tests.
     """
     yield
     gc.collect()
@@ -56,7 +58,7 @@ def short_collections() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts by file; the rest stays in its order. Marks what is quick or slow as a whole."""
+    """Sorts the tests by file, keeps their order within a file, and marks them quick or slow."""
     rank = {name: number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     for item in items:

@@ -1,4 +1,4 @@
-"""How the tests are laid out: what they share, which are quick, and that each is run once."""
+"""Tests of the tests' layout: shared helpers, quick files, and that CI runs each test once."""
 
 import ast
 import re
@@ -11,11 +11,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def find_imports(pattern: str, *folders: str) -> list[str]:
-    """Returns the lines of files below folders that import what matches, at any place in them."""
+    """Returns the lines with an import that matches the pattern, from all files below folders."""
     files = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
     lines = ((path, line) for path in files for line in path.read_text().splitlines())
     matching = [(path, line) for path, line in lines if re.match(rf" *{pattern}", line)]
-    return [f"{path}: {line}" for path, line in matching if path.stem not in line]  # in a text
+    # Excludes lines in strings, which mention the name of their own file.
+    return [f"{path}: {line}" for path, line in matching if path.stem not in line]
 
 
 def test_only_tests_import_from_tests() -> None:
@@ -25,14 +26,17 @@ def test_only_tests_import_from_tests() -> None:
 
 
 def test_tests_share_by_tests_helpers() -> None:
-    """No test file imports another, nor a conftest: such a test could not be moved or deleted."""
+    """No test file imports another one or a conftest, so each can be moved or deleted alone."""
     pattern = r"(from|import) tests[\w.]*( import .*)?\b(test_|conftest)"
     assert find_imports(pattern, "tests") == []
     assert len(find_imports(r"from tests\.helpers", "tests")) > 50
 
 
 def test_golden_tests_ask_from_outside() -> None:
-    """By public names, in code and in the sources of hooks that tests write as text."""
+    """Golden tests use only the engine's public names.
+
+    This applies to their code and to the sources of hooks that they write to files.
+    """
     private, public = [], {*ctl_core.__all__, "__all__"}
     for path in (ROOT / "tests" / "golden").rglob("*.py"):
         text = path.read_text()
@@ -62,7 +66,10 @@ def test_quick_files_start_no_process_and_hold_no_slow_test() -> None:
 
 
 def test_continuous_integration_runs_each_test_once() -> None:
-    """By the markers of the targets that .ci/run makes, if any; that of a cluster is slow, too."""
+    """Each combination of markers is selected by exactly one of the make targets in ``.ci/run``.
+
+    A test marked ``cluster`` is also marked ``slow``.
+    """
     makefile = (ROOT / "Makefile").read_text()
     rule = r'^([\w-]+):.*\n\t\$\(PYTEST\)(?: -m "?([^"\n]+))?'
     chosen = {name: mark or "True" for name, mark in re.findall(rule, makefile, re.M)}

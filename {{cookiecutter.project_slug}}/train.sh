@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Trains the project in this folder: ./train.sh [SETTING...]; ./train.sh --help lists them.
-# At first, and when pyproject.toml or uv.lock has changed, it installs into .venv: by uv where there
-# is one, which writes uv.lock, otherwise by venv and pip. An active environment, or VENV=FOLDER, is
-# used as it is. Exit code 2: no environment, or a wrong setting; others: the training's.
+# Trains the project in this folder: ./train.sh [SETTING...]. ./train.sh --help lists the settings.
+#
+# On the first start, and whenever pyproject.toml or uv.lock has changed, the script installs the
+# packages into .venv. It uses uv, which writes uv.lock, if uv is installed; otherwise venv and pip.
+# If an environment is active, or VENV=FOLDER is set, that environment is used, and nothing is
+# installed. The exit code is 2 if there is no environment or a setting is wrong; otherwise, it is
+# the exit code of the training.
 set -euo pipefail
 say() { printf 'train.sh: %s\n' "$*" >&2; }
 fail() { say "$@" && exit 2; }
@@ -17,31 +20,31 @@ make_environment() {
     fits "$python" && "$python" -m venv --clear .venv && return
   done
   fail "the project needs Python $pythons (pyproject.toml), and none is on the PATH (python3 is" \
-    "$(python3 -V 2>/dev/null || echo absent)): install one, or uv, which gets one by itself"
+    "$(python3 -V 2>/dev/null || echo absent)): install one, or install uv, which downloads one"
 }
-state() { pwd && cksum pyproject.toml uv.lock 2>/dev/null || :; } # .venv works in one folder only
+state() { pwd && cksum pyproject.toml uv.lock 2>/dev/null || :; } # with the folder, because .venv cannot be moved
 install() {
   if ! mkdir .venv.lock 2>/dev/null; then
     [ -w . ] || fail "cannot write to $PWD"
-    say "waiting for another train.sh that installs; if there is none, remove $PWD/.venv.lock"
+    say "waiting for another train.sh, which is installing; if there is none, remove $PWD/.venv.lock"
     sleep 2 && return
   fi
   trap 'rmdir .venv.lock' EXIT
-  trap 'exit 130' INT TERM # when pip has ended, so that nobody else installs meanwhile
+  trap 'exit 130' INT TERM # after pip has ended, so that no other train.sh installs at the same time
   fits .venv/bin/python || make_environment
   command=(.venv/bin/python -m pip install --disable-pip-version-check --editable .)
   [ -z "$uv" ] || command=(uv sync --inexact --no-dev) # --inexact keeps other packages
-  [ -t 2 ] || command+=(--quiet)              # progress is for a terminal
-  say "installing what pyproject.toml asks for into $PWD/.venv"
-  "${command[@]}" || fail "the installation failed (see above); the next run repeats it"
+  [ -t 2 ] || command+=(--quiet)              # show the progress only in a terminal
+  say "installing the packages of pyproject.toml into $PWD/.venv"
+  "${command[@]}" || fail "the installation failed, see above; the next run tries it again"
   state >.venv/.installed
 }
 if [ -n "$env" ]; then
   [[ $env = /* ]] || env=$caller/$env
   fits "$env/bin/python" || fail "the environment $env has no Python $pythons (pyproject.toml):" \
-    "name another with VENV=FOLDER, or deactivate it, and .venv is made here"
+    "pass another one with VENV=FOLDER, or deactivate it, so that .venv is created here"
 else
   env=$PWD/.venv
   until [ "$(cat .venv/.installed 2>/dev/null)" = "$(state)" ] && [ -x "$env/bin/python" ]; do (install >&2); done
 fi
-exec "$env/bin/python" -m ctl_core train "$@" # which signals reach directly
+exec "$env/bin/python" -m ctl_core train "$@" # exec: signals reach the training directly

@@ -1,1 +1,1 @@
-"""Checkpoints and their records: which one a run starts from, writing, restoring, deleting."""
+"""Writes, restores and deletes checkpoints, and finds the one that a run starts from."""

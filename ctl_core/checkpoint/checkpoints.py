@@ -1,20 +1,22 @@
-"""Checkpoints: the user's part, the engine's part, and a record that makes a checkpoint count.
+"""Saves and restores checkpoints, each with a user's part, an engine's part and a record.
 
 A checkpoint of step 300 consists of these files in runs/NAME/ckpt:
 
-    ckpt-300.index, .data-*             the objects of ``create_ckpt``
-    engine/ckpt-300.index, .data-*      all other variables that the hooks have created
+    ckpt-300.index, .data-*             the user's part: the objects of ``create_ckpt``
+    engine/ckpt-300.index, .data-*      the engine's part: all other variables of the hooks
     engine/input-300.index, .data-*     the position in the training data
-    engine/statistics-300-0.index, ...  the values that each replica of process 0 has for itself:
+    engine/statistics-300-0.index, ...  the values that differ between the replicas of process 0:
                                         random generators, sums, and moving statistics before
                                         they are averaged
     engine/ckpt-300.json                the record: progress, vocabularies, ...; written last
     best/                               the same files of the checkpoint that ``keep_best`` keeps
 
-A process that is killed at any moment leaves either a complete checkpoint or none.
+A checkpoint without a record is ignored. If a process is killed while it saves, it therefore leaves
+either a complete checkpoint or none.
 
-The manager of ``create_ckpt`` deletes the oldest user's parts while it saves. retention.py
-then removes the other files of each checkpoint that has no user's part any more, under any prefix.
+When the manager of ``create_ckpt`` saves a checkpoint, it deletes the user's part of the oldest
+ones. After that, retention.py removes the remaining files of each checkpoint whose user's part is
+gone. The user's part may have a prefix other than ``ckpt``.
 """
 
 from __future__ import annotations
@@ -49,16 +51,17 @@ from ctl_core.run.errors import RunError, SetupError, format_error
 from ctl_core.run.files import relative_path
 from ctl_core.run.layers import format_config
 
-# The result of ``restore`` and ``read`` of a tf.train.Checkpoint.
+# The type of the object that ``tf.train.Checkpoint.restore`` and ``read`` return.
 RestoreStatus: TypeAlias = Any
 
 _WRITING_TABLES = {"LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2"}
-# The hooks whose variables a resumed run cannot do without; others may change between two starts.
+# A resumed run needs all variables of these hooks. The variables of other hooks may have changed
+# since the checkpoint was saved.
 _NEEDED = ("create_model/", "create_loss/", "create_opt/", "create_eval_model/")
 
 
 class Facade:
-    """An object as hooks are passed it: the original, with some attributes replaced."""
+    """Wraps an object that is passed to hooks, and replaces some of its attributes."""
 
     def __init__(
         self, original: tf.train.Checkpoint | tf.train.CheckpointManager, **replaced: Any
@@ -74,13 +77,13 @@ class Checkpoints:
     """Saves and restores a run.
 
     Attributes:
-        ckpt: the checkpoint as hooks are passed it: restoring leaves the step and the data as they
-            are
-        manager: the manager as hooks are passed it: ``save`` saves once all hooks of the step have
-            run, since the last of them may still change something
-        statistics: the values that each replica has for itself
-        saved_step: the step of the last checkpoint, or -1
-        save_requested: whether a hook has called ``manager.save``
+        ckpt: the checkpoint that is passed to hooks. If a hook restores it, the step and the
+            position in the data do not change.
+        manager: the manager that is passed to hooks. If a hook calls ``save``, the checkpoint is
+            saved after all hooks of the step, because a later hook may still change a variable.
+        statistics: the values that differ between replicas
+        saved_step: the step of the last checkpoint that was saved or resumed from, or -1
+        save_requested: whether a hook has called ``manager.save`` since the last checkpoint
     """
 
     def __init__(self, state: State, console: Console) -> None:
@@ -112,7 +115,8 @@ class Checkpoints:
         sums = [variable for variable in saved_variables if is_summed(variable)]
         layers = state.recording.layers
         differing_variables = [*self._generators, *sums]
-        if state.config.logical_replicas is not None:  # all devices have the same values
+        if state.config.logical_replicas is not None:
+            # With logical replicas, all devices have the same values.
             layers = []
             differing_variables = []
         self.statistics = MovingStatistics(layers, state.strategy, differing_variables)
@@ -130,8 +134,8 @@ class Checkpoints:
     def _find_created(self) -> dict[str, tf.Variable]:
         """Returns the variables of the engine's part by name.
 
-        Those are the variables that hooks have created and that ``create_ckpt`` does not name. The
-        sums of an evaluation are left out, since every evaluation resets them.
+        These are the variables that hooks have created and that the user's part does not contain.
+        The variables of evaluation metrics are left out, because every evaluation resets them.
         """
         state = self._state
         left_out = set(map(id, self._named))
@@ -144,7 +148,7 @@ class Checkpoints:
         }
 
     def _request(self, *_: Any, **__: Any) -> str:
-        """Requests a checkpoint, in place of the manager's ``save``; returns its path."""
+        """Requests a checkpoint and returns its path; hooks call this as ``manager.save``."""
         self.save_requested = True
         return str(self._folder / f"ckpt-{self._state.step}")
 
@@ -158,9 +162,10 @@ class Checkpoints:
         *args: Any,
         **options: Any,
     ) -> RestoreStatus:
-        """Restores a checkpoint for a hook: weights and optimizer, but not the step or the data.
+        """Restores the variables of a checkpoint for a hook.
 
-        The variables of the engine's part are restored, too, except random generators.
+        The step, the position in the data and the random generators do not change. The variables of
+        the engine's part are restored, too.
         """
         self._writer.wait()
         kept = [self._state.components.step_variable, *self._generators]
@@ -173,7 +178,9 @@ class Checkpoints:
         return status
 
     def save(self) -> None:
-        """Saves after the current step, unless that is done and no hook has requested it since.
+        """Saves a checkpoint after the current step.
+
+        Does nothing if this step was already saved and no hook has requested a checkpoint since.
 
         Raises:
             RunError: the files cannot be written, or the replicas have diverged.
@@ -186,12 +193,14 @@ class Checkpoints:
         late_variable = self._state.recording.find_late()
         if late_variable is not None:
             raise RunError(
-                f"{late_variable} while training, which no checkpoint would bring back; make it in "
-                "create_model, or keep numbers in state."
+                f"{late_variable} during training, so no checkpoint would restore it; create "
+                "it in create_model, or keep numbers in state."
             )
         self._warn_of_loss_scale()
         self.wait()
-        self.tell_saved()  # the manager may delete the last checkpoint while it writes the next
+        # Listeners are notified before the next checkpoint is written, because the manager may then
+        # delete the last one.
+        self.tell_saved()
         with self.statistics.hold_averages():
             self._divergence.check(step)
             if self._accepts_weights(step):
@@ -199,10 +208,11 @@ class Checkpoints:
                 self.saved_step = step
 
     def _accepts_weights(self, step: int) -> bool:
-        """Returns whether a checkpoint is written although weights may not be finite.
+        """Returns True if the setting ``on_nan`` allows the current weights to be saved.
 
-        With ``on_nan: warn``, the first such checkpoint is written, in addition to those that the
-        manager keeps: further ones would soon have replaced all that can be used.
+        With ``on_nan: warn``, only the first checkpoint with weights that are not finite is saved,
+        and no older checkpoint is deleted for it. Further checkpoints of this kind would soon
+        replace all usable ones.
 
         Raises:
             RunError: ``on_nan`` is stop, and a weight is not finite.
@@ -217,13 +227,14 @@ class Checkpoints:
             return True
         if state.config.on_nan == "stop":
             raise RunError(
-                f"after step {step}, {name} is not finite (on_nan: stop); no checkpoint of this "
-                "step is written."
+                f"after step {step}, {name} is not finite (on_nan: stop); no checkpoint is "
+                "written for this step."
             )
         if was_finite:
             self._console.warn(
-                f"after step {step}, {name} is not finite. Until all weights are finite again, "
-                "this checkpoint is the last one; --detect-anomaly finds where the NaN comes from."
+                f"after step {step}, {name} is not finite. No further checkpoints are written "
+                "until all weights are finite again; --detect-anomaly finds where the NaN "
+                "comes from."
             )
         return was_finite
 
@@ -246,7 +257,8 @@ class Checkpoints:
             learning_rate=state.config.learning_rate,
             frozen=read_flags(state.recording),
             created=list(self._created),
-            progress=dataclasses.asdict(state.progress),  # a copy, since hooks run meanwhile
+            # The progress is copied, because hooks may change it while the record is written.
+            progress=dataclasses.asdict(state.progress),
             compiled=state.compilation.is_compiled,
             learnt=self._vocabularies.learnt,
             settings=self._settings,
@@ -255,7 +267,8 @@ class Checkpoints:
             generators=[state.tolist() for state in state.components.generators.initial_states],
         )
         position: list[tf.Tensor] = []
-        if self._cluster.task.chief:  # all processes read the same data, so one position is enough
+        # All processes read the same data, so it is enough to save the position of the chief.
+        if self._cluster.task.chief:
             position = self._position.take(record)
         with write_together(state, step):
             engine.mkdir(parents=True, exist_ok=True)
@@ -269,10 +282,11 @@ class Checkpoints:
             self._writer.write(record, write_position)
 
     def _remove_files(self, step: int) -> None:
-        """Removes what this process has written in an earlier checkpoint of the same step.
+        """Removes the files that this process wrote for an earlier checkpoint of the same step.
 
-        The record goes first, so that the checkpoint does not count while it is replaced. The best
-        checkpoint may share the files, and TensorFlow would write into some of them.
+        The record is removed first, so that a partly replaced checkpoint is ignored. TensorFlow
+        would write into some of the existing files, and thereby damage the copy of the best
+        checkpoint, which may consist of hard links to them.
         """
         statistics = self._name_statistics(self._folder, step).name
         for path in reversed(list_files(self._folder, step)):
@@ -290,18 +304,18 @@ class Checkpoints:
         """Waits until the last checkpoint is on the disk.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: the checkpoint cannot be written.
         """
         with write_together(self._state, self.saved_step):
             self._writer.wait()
 
     def close(self) -> None:
         """Waits until writing in the background has ended, successfully or not."""
-        self._writer.pool.shutdown()  # in a notebook, no thread must be left after a run
+        self._writer.pool.shutdown()  # a run in a notebook must not leave a thread behind
         self.tell_saved()
 
     def tell_saved(self) -> None:
-        """Notifies the listeners of checkpoints that are complete now."""
+        """Notifies the listeners of each checkpoint that has been completed since the last call."""
         while self._writer.written and self._console.listeners is not None:
             self._console.listeners.tell("saved", *self._writer.written.pop(0))
 
@@ -310,14 +324,16 @@ class Checkpoints:
 
         Args:
             source: the checkpoints that may be used; None if the run starts from scratch
-            with_input: whether training resumes from here. If not, the data stay at their start,
-                and the weights are replaced by their averages if there are any (``ema``).
+            with_input: whether training resumes from the checkpoint. If False, the data start from
+                the beginning, and the weights are replaced by their averages if the run computes
+                averages (``ema``).
 
         Returns:
             The record of the checkpoint; None without a source.
 
         Raises:
-            SetupError: no checkpoint is complete, or the checkpoint does not fit the model.
+            SetupError: no checkpoint is complete, the checkpoint does not fit the model, or the
+                processes of a cluster find different checkpoints.
         """
         folder = self._folder
         steps: list[int] = []
@@ -326,8 +342,9 @@ class Checkpoints:
             steps = source.find_steps()
         if not self._cluster.has_same(repr(steps).encode()):
             raise SetupError(
-                f"runs_dir: {relative_path(self._folder)} has other checkpoints on another process "
-                "of the cluster; all of them need one folder, on a file system that they share."
+                f"runs_dir: {relative_path(self._folder)} contains different checkpoints on "
+                "another process of the cluster; all processes need the same folder, on a "
+                "shared file system."
             )
         record = None
         for step in steps:
@@ -353,10 +370,10 @@ class Checkpoints:
         return record
 
     def _finish_restoring(self, folder: Path, record: Record) -> None:
-        """Restores the values that replicas have for themselves, and tidies up after a kill."""
+        """Restores the values that differ between replicas, and removes files left by a kill."""
         self._restore_statistics(folder, record)
         if folder != self._folder:
-            self._console.say(f"fork: goes on from {relative_path(folder)}, step {record.step}.")
+            self._console.say(f"fork: continues from {relative_path(folder)}, step {record.step}.")
         if self._cluster.task.chief:
             keep_and_remove(self._state, record, folder)
 
@@ -370,7 +387,7 @@ class Checkpoints:
             damage = format_error(error, 160).removeprefix("Damaged: ")
         if not self._cluster.agree(record is not None) or record is None:
             self._console.warn(
-                f"the checkpoint of step {step} is damaged ({damage}); using the one before."
+                f"the checkpoint of step {step} is damaged ({damage}); using the previous one."
             )
             return None
         if with_input:
@@ -378,8 +395,8 @@ class Checkpoints:
         self._settle_averages(record, with_input)
         if not set_flags(list_freezable(self._state.recording), record.frozen):
             self._console.warn(
-                "the layers of the model differ from those of the checkpoint, so the checkpoint "
-                "does not say which are frozen; they stay as create_model returned them."
+                "the model has other layers than the checkpoint, so their frozen state cannot "
+                "be restored; it stays as create_model set it."
             )
         self.saved_step = -1
         if folder == self._folder:
@@ -387,7 +404,10 @@ class Checkpoints:
         return record
 
     def _settle_averages(self, record: Record, with_input: bool) -> None:
-        """Starts the average of the weights if the checkpoint has none; uses it to evaluate."""
+        """Starts the averages of the weights if the checkpoint does not contain them.
+
+        If training does not resume, the averages also replace the weights.
+        """
         average = self._state.average
         if average is None:
             return
@@ -418,7 +438,7 @@ class Checkpoints:
             self._engine_part.read(str(folder / "engine" / f"ckpt-{step}")).expect_partial()
         except (ValueError, AssertionError) as error:
             raise SetupError(
-                f"the checkpoint {relative_path(user_part)} does not fit the model any more: "
+                f"the checkpoint {relative_path(user_part)} no longer fits the model: "
                 f"{format_error(error)} Undo the change, or choose another run_name."
             ) from error
         if self._state.step != step:
@@ -426,16 +446,16 @@ class Checkpoints:
         self._vocabularies.put_back(record.learnt, self._console)
         for layer in self._state.recording.layers:
             if isinstance(layer, keras.layers.Normalization):
-                layer.finalize_state()  # it computes with constants made from its variables
+                layer.finalize_state()  # recomputes constants that depend on the layer's variables
         self._state.progress = progress
         return record
 
     def _restore_statistics(self, folder: Path, record: Record) -> None:
-        """Restores the values that each replica has for itself.
+        """Restores the values that differ between replicas.
 
-        With another number of replicas than before, all of them continue with the mean. The same
-        happens, with a warning, if the file cannot be read: the mean differs only by the order of
-        sums.
+        If the number of replicas has changed, every replica continues with the mean over the former
+        replicas. The same happens, with a warning, if the file cannot be read. Results then differ
+        only by rounding, because only the order of a summation changes.
         """
         statistics = self.statistics
         is_same_number = record.replicas == self._state.components.shape.replicas
@@ -448,17 +468,18 @@ class Checkpoints:
             statistics.copies.put_back()
         except UNREADABLE:
             self._console.warn(
-                f"{relative_path(prefix)} cannot be read: the statistics of each replica continue "
+                f"{relative_path(prefix)} cannot be read: each replica's statistics continue "
                 "from their mean, so weights may differ by rounding."
             )
 
 
 def _explain_none_whole(folder: Path, source: Source | None) -> str:
-    """Returns the message for a folder in which no checkpoint can be used."""
+    """Returns the error message for a folder in which every checkpoint is damaged."""
     if source is not None and source.wanted == "best":
         return (
-            f"{relative_path(folder)}: the copy of the best checkpoint is damaged; leave out best "
-            "to use the newest one, or train on, which copies it again if its original is there."
+            f"{relative_path(folder)}: the copy of the best checkpoint is damaged; leave out "
+            '"best" to use the newest checkpoint, or resume training, which copies the best '
+            "one again if its original still exists."
         )
     if source is not None and source.wanted is not None:
         return (
@@ -466,26 +487,29 @@ def _explain_none_whole(folder: Path, source: Source | None) -> str:
             "another one."
         )
     return (
-        f"{relative_path(folder)}: there are checkpoints, but none of them is whole; to start "
-        "over, choose another run_name or remove the folder."
+        f"{relative_path(folder)}: there are checkpoints, but all of them are damaged; to "
+        "start over, choose another run_name or remove the folder."
     )
 
 
 def _list_variables(ckpt: tf.train.Checkpoint) -> list[tf.Variable]:
-    """Returns the variables that a checkpoint holds."""
+    """Returns the variables that a checkpoint contains."""
     descendants = map(unwrap, tf.train.TrackableView(ckpt).descendants())
     return [item for item in descendants if isinstance(item, tf.Variable)]
 
 
 def check_written(state: State, graph: tf.Graph) -> None:
-    """Refuses a step that writes something that no checkpoint holds, or that replicas share.
+    """Raises an error if a step writes a variable or a lookup table that no checkpoint contains.
+
+    If there are several replicas, a variable that was created outside of the hooks is an error,
+    too, because the replicas would share it.
 
     Args:
         state: the state of the run
         graph: the graph of the step
 
     Raises:
-        SetupError: the graph writes such a variable, or a lookup table.
+        SetupError: the graph writes such a variable or lookup table.
     """
     unsaved = [*_find_unsaved_variables(state, graph), *_find_unsaved_tables(state, graph)]
     if unsaved:
@@ -493,20 +517,22 @@ def check_written(state: State, graph: tf.Graph) -> None:
 
 
 def reject_unsaved(name: str) -> SetupError:
-    """Returns the error for a variable or a table that a step writes and no checkpoint holds."""
+    """Returns the error for a variable or table that a step writes and no checkpoint contains."""
     return SetupError(
-        f"the step writes {name}, which was made outside of the hooks, so no checkpoint holds "
-        "it; make variables in create_model, and return lookup tables from create_ckpt."
+        f"a training step assigns {name}, which was created outside the hooks, so no "
+        "checkpoint contains it; create variables in create_model, and return lookup tables "
+        "from create_ckpt."
     )
 
 
 def _find_unsaved_variables(state: State, graph: tf.Graph) -> list[str]:
-    """Returns the names of the variables that a graph writes and that no checkpoint holds."""
+    """Returns the names of the variables that a graph writes and that no checkpoint contains."""
     strategy = state.strategy
     recorded = state.recording.variables
     shared = set()
     if strategy.num_replicas_in_sync > 1:
-        # A variable made elsewhere exists once, so several replicas would share it.
+        # A variable that was created outside of the hooks exists only once, so all replicas would
+        # share it.
         shared = {
             id(variable) for name, variable in recorded.items() if name.startswith("elsewhere")
         }
@@ -525,7 +551,7 @@ def _find_unsaved_variables(state: State, graph: tf.Graph) -> list[str]:
 
 
 def _find_unsaved_tables(state: State, graph: tf.Graph) -> list[str]:
-    """Describes each lookup table that a graph writes and that no checkpoint holds."""
+    """Returns a name for each lookup table that a graph writes and that no checkpoint contains."""
     ops = add_called_ops(graph.get_operations())
     if not any(op.type in _WRITING_TABLES for op in ops):
         return []

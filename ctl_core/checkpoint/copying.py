@@ -1,6 +1,6 @@
-"""Decides when checkpoints are copied to the mirror, in a thread; mirror.py copies them.
+"""Decides when checkpoints are copied to the mirror; a thread copies them with mirror.py.
 
-A failing mirror never ends training. Checkpoints that could not be copied are reported.
+If copying fails, training continues, and the console reports how many checkpoints were not copied.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ctl_core.run.files import remove
 from ctl_core.run.listeners import Listener, Listeners
 from ctl_core.run.settings import Config
 
-# If a run has to wait for the mirror at its end, a line reports this after PATIENCE, and further
-# lines report the progress every INTERVAL (seconds).
+# A run may have to wait for the mirror at its end. The console reports the wait after PATIENCE, and
+# the progress of the copy every INTERVAL (seconds).
 PATIENCE = 1.0
 INTERVAL = 10.0
 
@@ -41,10 +41,11 @@ class StagedCheckpoint:
     """A checkpoint that waits to be copied.
 
     Attributes:
-        step: its step
+        step: the step of the checkpoint
         best: the step of the best checkpoint, or -1
-        folder: contains links to the files of both, so that they remain if the run deletes them
-        is_new: whether it was saved just now; otherwise, the mirror may already have it
+        folder: a folder with links to the files of both checkpoints. The files remain there if the
+            run deletes the checkpoints.
+        is_new: whether the checkpoint was just saved; if False, the mirror may already have it
     """
 
     step: int
@@ -75,7 +76,7 @@ class Copier(Listener):
         self._last_step = -1
         self._missing = 0
         self._causes: set[str] = set()
-        # A daemon, so that the process can end if Ctrl-C interrupts the wait for a copy.
+        # The thread is a daemon, so that the process can end if Ctrl-C interrupts the wait.
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         remove(run / STAGING)
         self._thread.start()
@@ -95,8 +96,8 @@ class Copier(Listener):
             self._wait()
         except KeyboardInterrupt:
             self._console.warn(
-                f"mirror: the copy to {self._mirror.shown} was interrupted; its earlier "
-                "checkpoints are whole."
+                f"mirror: the copy to {self._mirror.shown} was interrupted; the earlier "
+                "checkpoints there are complete."
             )
         if not self._thread.is_alive():
             remove(self._run / STAGING)
@@ -121,8 +122,8 @@ class Copier(Listener):
         self._thread.join(PATIENCE)
         if self._thread.is_alive():
             self._console.say(
-                f"mirror: waiting for the copy of step {self._last_step} to {self._mirror.shown}; "
-                "Ctrl-C leaves it."
+                f"mirror: waiting until step {self._last_step} is copied to "
+                f"{self._mirror.shown}; press Ctrl-C to stop waiting."
             )
         last_line = time.monotonic()
         copied_before = self._mirror.copied_bytes
@@ -163,7 +164,7 @@ class Copier(Listener):
             remove(replaced.folder)
 
     def _work(self) -> None:
-        """Copies staged checkpoints, until the run has ended and none is waiting."""
+        """Copies staged checkpoints until the run has ended and no checkpoint is waiting."""
         while True:
             with self._condition:
                 while self._waiting is None and not self._is_closing:
@@ -189,14 +190,16 @@ class Copier(Listener):
         """Counts a checkpoint that could not be copied; prints each cause only once."""
         self._missing += 1
         cause = format_error(error)
-        # Compares only the beginning, since the whole text may contain the name of a file.
+        # Errors count as the same cause if the beginnings of their messages are equal. The rest of
+        # a message may contain a file name, which differs each time.
         kind = f"{type(error).__name__} {getattr(error, 'errno', None) or cause[:40]}"
         if kind in self._causes:
             return
         self._causes.add(kind)
         self._console.warn(
-            f"mirror: the checkpoint of step {step} could not be copied to {self._mirror.shown} "
-            f"({cause}); training goes on. Not copied so far: {self._missing}."
+            f"mirror: the checkpoint of step {step} could not be copied to "
+            f"{self._mirror.shown} ({cause}); training continues. Not copied so far: "
+            f"{self._missing}."
         )
 
 

@@ -1,6 +1,7 @@
-"""The weights that a run starts with if ``init_from`` names a run, a Keras file or a SavedModel.
+"""Loads the initial weights of a run from another run, a Keras file or a SavedModel.
 
-``init_skip`` leaves variables out. All others must be in the source, in the same shape.
+The setting ``init_from`` names the source. Variables that match ``init_skip`` are not loaded. All
+other variables must be in the source, with the same shape.
 """
 
 import collections
@@ -25,7 +26,8 @@ from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
 from ctl_core.types import Model, Trackable, Variable
 
-_MOST_NAMES = 20  # in a message
+# The maximum number of variables, and of flags, that a message lists.
+_MOST_NAMES = 20
 _MOST_FLAGS = 6
 _Shape: TypeAlias = tuple[int, ...]
 # The values of a layer in a Keras file, by name.
@@ -38,9 +40,9 @@ class InitialWeights:
 
     Attributes:
         source: a description of the run or file
-        paths: the paths of the model's variables, by identity
-        skipped: the identities of those that ``init_skip`` leaves out
-        misfits: by identity, why a variable cannot be loaded, as far as that is known
+        paths: the paths of the model's variables, by the ``id`` of the variable
+        skipped: the ids of the variables that ``init_skip`` leaves out
+        misfits: the reasons why variables cannot be loaded, by id; ``compare`` adds them
     """
 
     source: str
@@ -53,11 +55,11 @@ class InitialWeights:
         return id(unwrap(variable)) in self.skipped
 
     def compare(self, variable: Variable, saved: _Shape | None) -> None:
-        """Notes whether a variable fits its saved value.
+        """Compares a variable with its saved value, and updates ``misfits``.
 
         Args:
             variable: a variable of the model
-            saved: the shape of its saved value; None if there is none
+            saved: the shape of the saved value; None if the source has no value for the variable
         """
         key = id(unwrap(variable))
         shape = tuple(variable.shape)
@@ -76,9 +78,10 @@ class InitialWeights:
         return [self._describe(key) for key in self.paths if key in self.skipped]
 
     def suggest_patterns(self) -> list[str]:
-        """Returns patterns that match the variables that do not fit, and no others.
+        """Returns patterns for ``init_skip`` that match exactly the variables that do not fit.
 
-        These are a pattern for each layer of which nothing fits, such as ``head/*``, and paths.
+        If no variable of a layer fits, a pattern such as ``head/*`` matches the whole layer. Any
+        other variable that does not fit is listed by its path.
         """
         fitting = [path for key, path in self.paths.items() if key not in self.misfits]
         patterns: list[str] = []
@@ -97,10 +100,10 @@ class InitialWeights:
         """Returns the lines for the console: how many variables were loaded, and which were not."""
         count = len(self.paths)
         if not self.skipped:
-            return [f"init_from: all {count} variables are those of {self.source}."]
+            return [f"init_from: all {count} variables are loaded from {self.source}."]
         skipped = len(self.skipped)
         return [
-            f"init_from: {count - skipped} of {count} variables are those of {self.source}.",
+            f"init_from: {count - skipped} of {count} variables are loaded from {self.source}.",
             f"init_skip: {skipped} of {count} variables keep their initial values: "
             f"{_join(self.list_skipped())}.",
         ]
@@ -115,7 +118,8 @@ class InitialWeights:
 def load_initial_weights(model: Model, hook: Hook, config: Config) -> InitialWeights:
     """Loads the weights that ``init_from`` names into the variables of a model.
 
-    In a cluster, every process loads them for its own replicas. Random generators are left out.
+    In a cluster, every process loads the weights for its own replicas. The states of random
+    generators are not loaded.
 
     Args:
         model: a model whose variables exist
@@ -148,16 +152,18 @@ def load_initial_weights(model: Model, hook: Hook, config: Config) -> InitialWei
     try:
         load()
     except SetupError:
-        check_patterns(model, config)  # a misspelt pattern is the probable cause
+        check_patterns(model, config)  # a misspelled pattern is the probable cause
         raise
     return weights
 
 
 def check_patterns(model: Model, config: Config) -> None:
-    """Refuses a pattern of ``init_skip`` that matches no variable of a complete model.
+    """Raises an error if a pattern of ``init_skip`` matches no variable of a model.
+
+    All variables of the model must have been created.
 
     Raises:
-        SetupError: there is one; the message lists the paths of the variables.
+        SetupError: a pattern matches no variable; the message lists the paths of the variables.
     """
     paths = list(_find_paths(model).values())
     for pattern in config.init_skip or []:
@@ -169,9 +175,9 @@ def check_patterns(model: Model, config: Config) -> None:
 
 
 def _find_paths(model: Model) -> dict[int, str]:
-    """Returns the paths of a model's variables, such as ``head/kernel``, by identity.
+    """Returns the paths of a model's variables, such as ``head/kernel``, by the variables' ids.
 
-    The name of the model, which begins the paths of some models, is left out.
+    Some models put their name before each path. This prefix is removed.
     """
     prefix = _name_model(model)
     return {
@@ -181,7 +187,7 @@ def _find_paths(model: Model) -> dict[int, str]:
 
 
 def _matches(path: str, pattern: str, model: Model) -> bool:
-    """Returns whether a glob matches a path, with or without the name of the model."""
+    """Returns whether a glob pattern, with or without the model's name, matches a path."""
     return fnmatch.fnmatchcase(path, pattern.removeprefix(_name_model(model)))
 
 
@@ -192,7 +198,7 @@ def _name_model(model: Model) -> str:
 
 
 def _join(names: Sequence[str]) -> str:
-    """Returns the names as a list for a message, which may be cut."""
+    """Joins names for a message; a long list ends with the number of omitted names."""
     text = ", ".join(names[:_MOST_NAMES])
     if len(names) > _MOST_NAMES:
         text += f" and {len(names) - _MOST_NAMES} more"
@@ -202,14 +208,15 @@ def _join(names: Sequence[str]) -> str:
 def list_weights(model: Model) -> list[Variable]:
     """Returns the variables of a model, except Keras' metrics and random generators."""
     left_out = _find_left_out(model)
-    trackable = make_trackable(model)  # kept in a variable, since a view does not hold it
+    # TrackableView does not keep its root alive, so a variable must refer to the root.
+    trackable = make_trackable(model)
     descendants = tf.train.TrackableView(trackable).descendants()
     variables = {id(unwrap(item)): item for item in descendants if _is_variable(item)}
     return [variable for key, variable in variables.items() if key not in left_out]
 
 
 def _find_left_out(model: Model) -> set[int]:
-    """Returns the identities of the Keras variables that are no weights."""
+    """Returns the ids of Keras variables that are not weights, such as those of metrics."""
     left_out: set[int] = set()
     for layer in walk(model):
         if isinstance(layer, keras.Layer):
@@ -223,10 +230,10 @@ def _is_variable(trackable: Trackable) -> bool:
 
 
 def _refuse_misfits(weights: InitialWeights, hook: Hook) -> None:
-    """Refuses variables that do not fit and are not skipped.
+    """Raises an error if a variable neither fits the source nor is skipped.
 
     Raises:
-        SetupError: there are some.
+        SetupError: there is such a variable; the message suggests patterns for ``init_skip``.
     """
     errors = weights.list_errors()
     if errors:
@@ -254,8 +261,8 @@ class _FileLoader:
         source = self.weights.source
         if not isinstance(model, keras.Model):
             raise SetupError(
-                f"init_from: {source} is for a Keras model, and {self.hook} returns another; take "
-                "a run."
+                f"init_from: {source} contains a Keras model, but {self.hook} does not return "
+                "one; pass a run instead."
             )
         if self.path.is_dir():
             self._load_saved_model(model)
@@ -274,7 +281,7 @@ class _FileLoader:
             raise SetupError(
                 f"init_from: {source} does not fit {self.hook}: {format_error(error)}"
             ) from error
-        for weight, value in kept:  # a layer with an adapter sets that to 0 itself
+        for weight, value in kept:  # Keras has set the adapters of LoRA layers to 0
             weight.assign(value)
 
     def _load_saved_model(self, model: keras.Model) -> None:
@@ -287,10 +294,11 @@ class _FileLoader:
                 weight.assign(values[weight.path])
 
     def _refuse_adapters(self, model: keras.Model) -> None:
-        """Refuses LoRA's matrices, unless they are skipped.
+        """Raises an error if the model has LoRA matrices that are not skipped.
 
-        Keras' files hold a kernel with its adapter added up, and reading one makes both matrices of
-        the adapter 0, of which no gradient would ever move any.
+        A Keras file contains the sum of a kernel and its adapter. When Keras loads the file, it
+        sets both matrices of the adapter to 0. Their gradients would then always be 0, so the
+        adapter would never be trained.
         """
         for weight in model.weights:
             if weight.name.startswith(("lora_kernel_", "lora_embeddings_")):
@@ -299,10 +307,11 @@ class _FileLoader:
 
 
 class _WatchedLayers:
-    """Compares the variables of each layer with a Keras file, and keeps those that are skipped.
+    """Compares each layer with a Keras file while Keras loads it; skipped variables do not change.
 
-    A layer names its values in a file itself, in ``save_own_variables``. So its current values are
-    saved under these names, and those of skipped variables replace the values of the file.
+    Each layer chooses the names of its values in a file, in its ``save_own_variables`` method. This
+    context calls the method to get the variables by these names. For skipped variables, it then
+    passes the current values to the layer instead of the values in the file.
     """
 
     def __init__(self, model: keras.Model, weights: InitialWeights) -> None:
@@ -319,7 +328,7 @@ class _WatchedLayers:
             del vars(layer)["load_own_variables"]
 
     def _watch(self, layer: keras.Layer) -> Callable[[_LayerStore], None]:
-        """Returns a method ``load_own_variables`` for a layer."""
+        """Returns a replacement for the ``load_own_variables`` method of a layer."""
         load = layer.load_own_variables
         weights = self._weights
 
@@ -346,9 +355,10 @@ def _find_shape(value: np.ndarray | None) -> _Shape | None:
 
 
 def _read_saved_model(path: Path) -> dict[str, np.ndarray]:
-    """Returns the values of the variables by name, except where variables of one name differ.
+    """Returns the values of the variables in a SavedModel, by name.
 
-    Only the files of the variables are read, so that a SavedModel of somebody else runs nothing.
+    A name is left out if several variables with different values have it. Only the files with the
+    variables are read, because loading a complete SavedModel from another person could run code.
 
     Raises:
         SetupError: the SavedModel cannot be read.
@@ -366,7 +376,7 @@ def _read_saved_model(path: Path) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass
 class _RunLoader:
-    """Loads the model in a checkpoint of a run."""
+    """Loads the weights of the model in a checkpoint of a run."""
 
     weights: InitialWeights
     model: Model
@@ -414,14 +424,14 @@ class _RunLoader:
         ]
         if not fitting:
             raise SetupError(
-                f"init_from: {self.weights.source} holds {', '.join(names)}, of which none has the "
-                "variables of train_model; to keep the initial values of some variables, add "
-                "--init-skip 'head/*'."
+                f"init_from: {self.weights.source} contains {', '.join(names)}, none of which "
+                "has the variables of train_model; to keep the initial values of some "
+                "variables, add --init-skip 'head/*'."
             )
         if len(fitting) > 1:
             raise SetupError(
-                f"init_from: {self.weights.source} holds several models that fit: "
-                f"{', '.join(fitting)}; load one in create_model by "
+                f"init_from: {self.weights.source} contains several models that fit: "
+                f"{', '.join(fitting)}; load one of them in create_model with "
                 "tf.train.Checkpoint(NAME=model).read(...)."
             )
         return fitting[0]
@@ -429,7 +439,7 @@ class _RunLoader:
     def _has_variables(
         self, trackable: Trackable, position: int, objects: list[SavedObject]
     ) -> bool:
-        """Returns whether a saved object has, at the same paths, all variables to be loaded."""
+        """Returns whether a saved object has all variables to be loaded, at the same paths."""
         to_load = self.weights.paths.keys() - self.weights.skipped
         return all(
             saved is not None
@@ -449,18 +459,21 @@ def _pair_variables(
         objects: the objects of the checkpoint
 
     Returns:
-        Pairs of a variable and a position in ``objects``; None where nothing is saved at any of the
-        paths to the variable.
+        Pairs of a variable and the position of its saved value in ``objects``. The position is None
+        if no path to the variable leads to a saved value.
     """
     pairs: dict[int, tuple[Trackable, int | None]] = {}
-    owners: dict[int, int] = {}  # a saved object belongs to the first object that is met
+    # Maps the position of each saved object to the id of the first object that was found for it.
+    # Other objects cannot have the same saved object.
+    owners: dict[int, int] = {}
     waiting: collections.deque[tuple[Trackable, int | None]] = collections.deque(
         [(trackable, position)]
     )
     while waiting:
         item, saved = waiting.popleft()
-        # Several lists hold the variables of a layer. If their order has changed, a position in
-        # them is that of another variable, which has been met before by its attribute.
+        # A variable can be reached through an attribute of its layer, and through lists of the
+        # layer's variables. If the order of a list has changed, its index leads to the saved value
+        # of another variable, which was already found through the attribute.
         if saved is not None and owners.setdefault(saved, id(item)) != id(item):
             saved = None
         if id(item) in pairs and (saved is None or pairs[id(item)][1] is not None):
@@ -475,13 +488,13 @@ def _pair_variables(
 
 
 def _leave_out(trackable: Trackable, left_out: Collection[int]) -> Trackable:
-    """Returns an object with the same children at the same paths, except some variables.
+    """Returns an object with the same children at the same paths, but without some variables.
 
-    Objects that hold none of these variables are not copied.
+    Objects that contain none of these variables are not copied.
 
     Args:
-        trackable: an object that a ``tf.train.Checkpoint`` can hold
-        left_out: the identities of variables
+        trackable: an object that a ``tf.train.Checkpoint`` can contain
+        left_out: the ids of the variables to leave out
     """
     items = tf.train.TrackableView(trackable).descendants()
     children = {id(item): tf.train.TrackableView.children(item) for item in items}

@@ -1,4 +1,4 @@
-"""Copies a run to the mirror and fetches it from there, so that it survives the machine's loss.
+"""Copies runs to a mirror and fetches them again, so that they survive the loss of a machine.
 
 A mirror is the folder or bucket that the setting ``mirror`` names. In it, the copy of a run,
 MIRROR/NAME, has the layout of the run's folder:
@@ -8,7 +8,7 @@ MIRROR/NAME, has the layout of the run's folder:
     ckpt/, ckpt/engine/                 the newest checkpoints, and the best one
 
 As in checkpoints.py, the record of a checkpoint is written last and removed first, so a checkpoint
-that was only partly copied is ignored. This holds in the mirror and in the run's folder.
+that was only partly copied is ignored, both in the mirror and in the run's folder.
 
 copying.py decides when a checkpoint is copied. This module does not import TensorFlow, because a
 run is fetched before its settings are known.
@@ -48,8 +48,8 @@ from ctl_core.run.files import (
 )
 from ctl_core.run.settings import Config
 
-# The folder in a run's folder for files that will be copied to the mirror, or that were fetched and
-# will be moved to their places.
+# The name of a temporary folder in a run's folder. It contains files to be copied to the mirror,
+# and fetched files before they are moved to their final location.
 STAGING = "mirror.tmp"
 # Files of a run, and folders with event files, that are copied together with a checkpoint.
 _FILES = ("config.yaml", "callbacks.py", "metrics.jsonl")
@@ -61,8 +61,8 @@ class Mirror:
     """The copy of a run in a mirror.
 
     Attributes:
-        shown: its address, for messages
-        copied_bytes: the total size of the checkpoint files that were copied to it so far
+        shown: the address of the copy, for messages
+        copied_bytes: the total size of the checkpoint files that were copied to the mirror so far
     """
 
     def __init__(self, config: Config) -> None:
@@ -74,20 +74,21 @@ class Mirror:
         assert config.mirror is not None
         if config.run_name is None:
             raise SetupError(
-                f"mirror: {config.mirror} needs run_name, by which a run is found there again: "
-                "--run-name NAME."
+                f"mirror: {config.mirror} needs run_name, because a later start finds the run "
+                "by its name: --run-name NAME."
             )
         self._run = Path(config.runs_dir, config.run_name).absolute()
         self._store = open_store(config.mirror, config.run_name)
         self._keep = config.mirror_keep
         self.shown = f"{config.mirror.rstrip('/')}/{config.run_name}"
         self.copied_bytes = 0
-        # For each file besides checkpoints, its time and size when it was last copied.
+        # The modification time and size that each file had when it was last copied. Files of
+        # checkpoints are not included.
         self._copied_along: dict[str, tuple[int, int]] = {}
         if isinstance(self._store, FolderStore) and (
             self._store.root.resolve() == self._run.resolve()
         ):
-            raise SetupError(f"mirror: {config.mirror} is runs_dir itself; choose another place.")
+            raise SetupError(f"mirror: {config.mirror} is runs_dir itself; choose another folder.")
 
     # ---- Fetching -------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class Mirror:
                 checkpoint is fetched.
 
         Returns:
-            The step of the fetched checkpoint; None if none is complete and newer.
+            The step of the fetched checkpoint; None if no newer checkpoint is complete.
 
         Raises:
             OSError: the mirror cannot be read, or the run's folder cannot be written.
@@ -132,8 +133,8 @@ class Mirror:
             except SetupError as error:
                 raise SetupError(
                     f"mirror: the checkpoint of step {step} in {self.shown} was written by a "
-                    "version of ctl_core from which this one cannot resume; choose another "
-                    "run_name."
+                    "version of ctl_core whose checkpoints this version cannot resume; choose "
+                    "another run_name."
                 ) from error
             finally:
                 remove(folder)
@@ -142,7 +143,8 @@ class Mirror:
     def _list_checkpoints(self) -> dict[int, list[str]]:
         """Returns the checkpoint files in the mirror by step.
 
-        Files with other names are left out, so nothing is ever written outside of a run's folder.
+        Files with other names are left out. This ensures that a fetched file is never written
+        outside of the run's folder.
         """
         return group_by_step(self._store.list_names("ckpt"), self._store.list_names("ckpt/engine"))
 
@@ -150,7 +152,7 @@ class Mirror:
         """Downloads a checkpoint to a new folder, and checks that it is complete.
 
         Raises:
-            Damaged, FileNotFoundError: it is incomplete.
+            Damaged, FileNotFoundError: the checkpoint is incomplete.
         """
         (target / "engine").mkdir(parents=True)
         for path in paths:
@@ -160,7 +162,7 @@ class Mirror:
     def _download_best(self, files: dict[int, list[str]], record: Record, target: Path) -> None:
         """Downloads the best checkpoint to a new folder, unless it is the newest one.
 
-        A damaged one is left out, because a run can be resumed without its best checkpoint.
+        If the best checkpoint is damaged, it is left out, because a run can be resumed without it.
         """
         best = find_best_step(record.progress["best"])
         if best == record.step or best not in files:
@@ -191,8 +193,8 @@ class Mirror:
         earlier step, and a fetched run must never continue from them.
 
         Args:
-            folder: contains the checkpoint in ``newest``, and possibly the best one in ``best``;
-                also used for temporary files
+            folder: a folder with the checkpoint in ``newest``, and possibly the best one in
+                ``best``; it is also used for temporary files
             step: the step of the checkpoint
             best: the step of the best checkpoint, or -1
 
@@ -213,7 +215,7 @@ class Mirror:
             self._remove(files[old])
 
     def _upload(self, folder: Path, step: int, replaced: Sequence[str]) -> None:
-        """Uploads a checkpoint, after removing files of the same step from the mirror."""
+        """Uploads a checkpoint, after removing the files in ``replaced`` from the mirror."""
         self._remove(replaced)
         for path in list_files(folder, step):
             self._store.upload(path, f"ckpt/{path.relative_to(folder).as_posix()}")
@@ -262,7 +264,7 @@ def _put_in_place(folder: Path, step: int, run: Path) -> None:
         run: the folder of the run
     """
     ckpt = run / "ckpt"
-    for path in reversed(list_files(ckpt, step)):  # incomplete after a kill, or damaged
+    for path in reversed(list_files(ckpt, step)):  # the remaining files of a damaged checkpoint
         path.unlink()
     best = folder / "ckpt" / "best"
     if best.is_dir():
@@ -308,7 +310,8 @@ def fetch_run(config: Config) -> None:
 
     Raises:
         SetupError: the run has no checkpoint on this machine, and the mirror cannot be read or has
-            only incomplete checkpoints. A start from scratch would replace them.
+            only incomplete checkpoints. A start from scratch would replace the checkpoints in the
+            mirror.
         PeerLost: the chief does not answer.
     """
     if config.mirror is None:
@@ -353,11 +356,11 @@ def _fetch_locked(mirror: Mirror, run: Path, local_step: int) -> None:
         release_run(run, lock)
     if fetched is None and local_step < 0:
         raise SetupError(
-            f"mirror: {mirror.shown} has checkpoints, but none of them is whole; to start over, "
-            "choose another run_name or remove them."
+            f"mirror: {mirror.shown} has checkpoints, but all of them are damaged; to start "
+            "over, choose another run_name or remove them."
         )
     if fetched is not None:
-        _print(f"mirror: the checkpoint of step {fetched} is in {relative_path(run)}")
+        _print(f"mirror: the checkpoint of step {fetched} was fetched to {relative_path(run)}")
 
 
 def _measure(folder: Path) -> int:
@@ -366,5 +369,5 @@ def _measure(folder: Path) -> int:
 
 
 def _print(text: str) -> None:
-    """Prints a line at once; there is no console yet."""
+    """Prints a line immediately; the console does not exist yet."""
     print(text, flush=True)

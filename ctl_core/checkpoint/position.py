@@ -1,4 +1,8 @@
-"""The position in the training data: saved where that is exact, otherwise reached by reading."""
+"""Saves and restores the position in the training data.
+
+If the position cannot be saved exactly, a resumed run reads and drops examples until it has reached
+the position.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +30,20 @@ from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
 from ctl_core.run.errors import format_error
 
-# Raised when a file is read that was cut short, altered or removed.
+# The exceptions that TensorFlow raises if a file that it reads is truncated, changed or missing.
 UNREADABLE = (tf.errors.OpError, RuntimeError, IndexError)
-# Ops that have, or draw from, a state outside of the pipeline.
+# Ops that keep state outside of the pipeline, or draw random numbers from such state.
 _STATEFUL_OPS = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadAndSkip"})
 
-# The size from which a position in the data may be reported (bytes).
+# The minimum size of a saved position that is reported to the user (bytes).
 LARGE_POSITION = 10_000_000
 
 
 class InputPosition:
     """The position of this process in the training data.
 
-    For a reader in Python it is a text in the record, for a tf.data pipeline a file next to it.
+    The position of a reader in Python is saved as a string in the record. The position of a tf.data
+    pipeline is saved in a file next to the record.
     """
 
     def __init__(self, state: State, console: Console) -> None:
@@ -55,7 +60,11 @@ class InputPosition:
             self._obstacle = find_outside_state(state.data.dataset)
 
     def describe(self) -> dict[str, Any]:
-        """Describes the data that a position belongs to; it is the same on any devices."""
+        """Returns a description of the training data; it does not depend on the devices.
+
+        A saved position can be restored only if the description has not changed, except for the
+        folder.
+        """
         config = self._state.config
         data = self._state.data
         batches_read_at_once = 0
@@ -74,16 +83,17 @@ class InputPosition:
         }
 
     def take(self, record: Record) -> list[tf.Tensor]:
-        """Takes the present position.
+        """Reads the current position.
 
         Returns:
-            The tensors that ``write`` writes; none if the position is a text, which is noted in the
-            record, or if it cannot be saved, of which the user is warned.
+            The tensors to pass to ``write``. The list is empty in two cases: the position is a
+            string, which is stored in the record instead, or the position cannot be saved.
         """
         data = self._state.data
         obstacle = self._obstacle
         if data.reader is None and self._is_filling_cache():
-            # A resumed run reads from the start, at most one pass, and fills the cache again.
+            # No position is saved. A resumed run reads and drops at most one pass of the data, and
+            # fills the cache again.
             return []
         if obstacle is None:
             try:
@@ -96,21 +106,23 @@ class InputPosition:
             except (ValueError, tf.errors.FailedPreconditionError) as error:
                 obstacle = format_error(error, 120)
         self._console.warn(
-            f"the position in the training data cannot be saved exactly ({obstacle}); a resumed "
-            "run will read and drop. For random changes to examples, see ctl.data.with_seeds."
+            f"the position in the training data cannot be saved exactly ({obstacle}); a "
+            "resumed run will read the data again from the start and drop what was used. For "
+            "random changes to examples, see ctl.data.with_seeds."
         )
         return []
 
     def _is_filling_cache(self) -> bool:
-        """Returns whether the position refers to parts of a cache file, or to a snapshot.
+        """Returns whether the position depends on an unfinished cache file or on a snapshot.
 
-        Those parts do not survive a kill, and their position could not be restored without them.
+        An unfinished cache file is lost if the process is killed, and a position in it could not be
+        restored.
         """
         dataset = self._state.data.dataset
         return self._caches and (has_snapshot(dataset) or bool(list_unfinished_caches(dataset)))
 
     def write(self, tensors: list[tf.Tensor], record: Record, prefix: Path) -> None:
-        """Writes the result of ``take``, and notes in the record whether it is complete."""
+        """Writes the tensors from ``take``, and notes in the record whether they are complete."""
         if tensors:
             tf.raw_ops.SaveV2(tensors=tensors, **_name_tensors(prefix, len(tensors)))
             record.input_saved = has_draws(prefix, self._state.data.dataset)
@@ -126,13 +138,14 @@ class InputPosition:
         sizes = [variable.dtype.size * variable.shape.num_elements() for variable in variables]
         if position > max(LARGE_POSITION, sum(sizes)):
             self._console.say(
-                f"each checkpoint holds {position / 1e6:.0f} MB of the position in the data, such "
-                f"as shuffle buffers, beside {sum(sizes) / 1e6:.1f} MB of variables; "
-                "ctl.data.index_shuffle has no buffer, and --keep 3 keeps fewer checkpoints."
+                f"each checkpoint contains {position / 1e6:.0f} MB for the position in "
+                "the data, such as shuffle buffers, in addition to "
+                f"{sum(sizes) / 1e6:.1f} MB of variables; ctl.data.index_shuffle needs "
+                "no buffer, and --keep 3 keeps fewer checkpoints."
             )
 
     def restore(self, record: Record, prefix: Path) -> None:
-        """Goes to the position of a record, by reading and dropping examples if need be."""
+        """Restores the position in a record, by reading and dropping examples if necessary."""
         data = self._state.data
         obstacle = self._find_obstacle(record)
         if obstacle is None:
@@ -142,16 +155,14 @@ class InputPosition:
                 else:
                     obstacle = data.reader.go_to(record.reader)
             except UNREADABLE:
-                obstacle = (
-                    "the saved position does not fit the data any more, or its file is damaged"
-                )
+                obstacle = "the saved position no longer fits the data, or its file is damaged"
         if self._state.cluster.agree(obstacle is None):
             return
         examples = record.progress["examples"]
         reason = obstacle or "another process cannot read the position that it saved"
         self._console.warn(
-            f"the position in the training data is reached by reading and dropping {examples} "
-            f"examples, since {reason}."
+            f"the position in the training data is restored by reading and dropping {examples} "
+            f"examples, because {reason}."
         )
         data.begin_anew(skip=examples)
 
@@ -164,22 +175,22 @@ class InputPosition:
         restore_position(data.stream, position)
 
     def _find_obstacle(self, record: Record) -> str | None:
-        """Returns why the position of a record cannot be restored; None if it can."""
+        """Returns why the position in a record cannot be restored; None if it can be."""
         if not record.input_saved:
-            return "no whole position could be saved"
+            return "no complete position could be saved"
         present = self.describe()
         for name, value in record.input.items():
             if name != "folder" and present.get(name) != value:
                 return f"it was saved with {name} {value}"
         saved_folder = record.input["folder"]
         if saved_folder != present["folder"] and self._reads_texts():
-            return f"it may name files of {saved_folder}, where the run was before"
+            return f"it may contain paths of files in {saved_folder}, where the run was before"
         return None
 
     def _reads_texts(self) -> bool:
-        """Returns whether a stage of the pipeline has texts, which may be names of files.
+        """Returns whether a stage of the pipeline produces strings, which may be file names.
 
-        The saved position itself cannot be searched for them: it may be compressed.
+        The saved position itself cannot be searched for file names, because it may be compressed.
         """
         if self._state.data.reader is not None:
             return False
@@ -197,30 +208,35 @@ def _name_tensors(prefix: Path, count: int) -> dict[str, Any]:
 
 
 def find_outside_state(dataset: tf.data.Dataset) -> str | None:
-    """Returns which stage of a pipeline keeps a state outside of it; None if no stage does.
+    """Returns why the position in a pipeline cannot be saved and restored; None if it can be.
 
-    TensorFlow refuses to save such a stage, but only once the stage is running. And it waits
-    forever when it restores a mixture (``sample_from_datasets``) of which a dataset has ended.
+    A stage may keep state outside of the pipeline. TensorFlow refuses to save such a stage, but
+    only once the stage is running. Another obstacle is a mixture (``sample_from_datasets``) of
+    datasets that end: TensorFlow hangs when it restores the mixture after one of them has ended.
     """
     for stage in list_stages(dataset):
         if not stops_on_empty_dataset(stage):
-            _, *mixed_datasets = find_inputs(stage)  # the first one chooses among the others
+            _, *mixed_datasets = find_inputs(stage)  # the first input chooses among the others
             cardinalities = [dataset.cardinality() for dataset in mixed_datasets]
             if any(number != tf.data.INFINITE_CARDINALITY for number in cardinalities):
-                return "it mixes datasets that end; repeat each, or give stop_on_empty_dataset=True"
+                return (
+                    "it mixes datasets that end; repeat each of them, or pass "
+                    "stop_on_empty_dataset=True"
+                )
         for graph in find_graphs(stage):
             stateful_ops = find_random_ops(graph, _STATEFUL_OPS)
             if stateful_ops:
-                return f"it runs {', '.join(stateful_ops)}, which has a state of its own"
+                return f"it uses {', '.join(stateful_ops)}, which has its own state"
     return None
 
 
 def has_draws(prefix: Path, dataset: tf.data.Dataset) -> bool:
-    """Returns whether a saved position holds the state of each stage that draws random numbers.
+    """Returns whether a saved position contains the state of each stage that draws random numbers.
 
     TensorFlow leaves out a stage that has been read to its end while a later stage, such as rebatch
-    or prefetch, still holds elements. Restored, the next pass would have the order of the first
-    one. The same goes for a cache in memory, which would fill itself again.
+    or prefetch, still contains elements. After such a position is restored, the next pass would
+    repeat the order of the first pass. TensorFlow also leaves out a cache in memory in this
+    situation, and the restored pipeline would fill the cache again.
     """
     expected = _count_drawing_stages(dataset)
     if expected == 0:
@@ -230,7 +246,11 @@ def has_draws(prefix: Path, dataset: tf.data.Dataset) -> bool:
 
 
 def _count_drawing_stages(dataset: tf.data.Dataset) -> int:
-    """Returns how many stages draw; those before a cache count once, since they draw only once."""
+    """Returns the number of stages that draw random numbers.
+
+    All stages before a cache in memory count as one, because only the cache has a saved state. The
+    stages before a cache file do not count, because a complete file replaces them.
+    """
     draws = sum(map(_count_drawing_stages, find_inputs(dataset)))
     cache_file = read_cache_file(dataset)
     if cache_file is not None:

@@ -1,4 +1,7 @@
-"""Reads and writes records, without which a checkpoint does not count, and lists its files."""
+"""Reads and writes the records of checkpoints, and lists the files of a checkpoint.
+
+A checkpoint without a record is ignored.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from ctl_core.run.files import atomic_write, flush_to_disk, relative_path
 
 # Increase this number if another version of the engine could misread a record of this version.
 FORMAT = 2
-# The end of the names of files in which TensorFlow writes tensors, after their prefix.
+# Matches the part of a file name that TensorFlow adds to the prefix of a checkpoint.
 _TENSOR_FILE = r"\.(?:index|data-\d{5}-of-\d{5})"
 _USER_FILE = re.compile(rf"[^/\\]+-(?P<step>\d+){_TENSOR_FILE}")
 _ENGINE_FILE = re.compile(
     rf"(?:ckpt|input|statistics)-(?P<step>\d+)(?:-\d+)?(?:{_TENSOR_FILE}|\.json)"
 )
-# The names of the values that layers learn by ``adapt``.
+# The names of the values that layers learn in ``adapt``.
 LearnedName = Literal["vocabulary", "idf_weights", "bin_boundaries", "mean", "variance"]
 
 
@@ -44,20 +47,21 @@ class Record:
 
     Attributes:
         step: the number of steps that were taken
-        input: describes the data; runs with equal descriptions read the same examples in the same
-            order
+        input: a description of the data; runs with equal descriptions read the same examples in the
+            same order
         input_saved: whether a complete position in the data was saved
         replicas: the number of replicas that trained
-        learning_rate: the setting, to detect that it was changed
-        frozen: the flags of ``recording.read_flags``
+        learning_rate: the setting ``learning_rate``, to detect a change
+        frozen: the result of ``recording.read_flags``: a flag for each layer and variable
         created: the names of the variables in the engine's part
         progress: the fields of ``state.Progress``
-        reader: the position of a reader in Python, as text
-        compiled: whether XLA compiles the steps of the run; None in a record of 1.0
+        reader: the position of a reader in Python, as a string
+        compiled: whether XLA compiles the steps of the run; None in a record of engine 1.0
         learnt: the values that preprocessing layers have learned, see vocabularies.py
-        settings: the settings of the run, as the text of its config.yaml; empty in a record of 1.0
-        sizes: the result of ``measure_files``; empty in a record of 1.0
-        logical_replicas: the setting
+        settings: the settings of the run, in the format of config.yaml; empty in a record of
+            engine 1.0
+        sizes: the result of ``measure_files``; empty in a record of engine 1.0
+        logical_replicas: the setting ``logical_replicas``
         intra_op_threads: the number of threads of an op; None if the run does not fix it
         generators: the initial states of random generators; empty without logical replicas
         format: the ``FORMAT`` of the engine that wrote the record
@@ -95,9 +99,9 @@ def list_saved_steps(folder: Path) -> list[int]:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Returns the names in a folder; none if it does not exist.
+    """Returns the names of the files and folders in a folder; an empty list if it does not exist.
 
-    ``Path.glob`` takes five times as long.
+    ``os.listdir`` is used because ``Path.glob`` takes five times as long.
     """
     if not folder.is_dir():
         return []
@@ -105,15 +109,21 @@ def list_names(folder: Path) -> list[str]:
 
 
 def find_user_part(folder: Path, step: int) -> Path:
-    """Returns the prefix of the user's files of a checkpoint, for any prefix of the manager."""
+    """Returns the path prefix of the user's part of a checkpoint.
+
+    The manager of ``create_ckpt`` may use any prefix, so only the step in the names is compared.
+
+    Raises:
+        Damaged: the user's part does not exist.
+    """
     for name in list_names(folder):
         if name.endswith(f"-{step}.index") and _find_step(_USER_FILE, name) == step:
             return folder / name.removesuffix(".index")
-    raise Damaged("a file of it is gone")
+    raise Damaged("one of its files is missing")
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Writes the record of a checkpoint, after all its other files.
+    """Writes the record of a checkpoint; all other files must have been written before.
 
     The record is written completely or not at all. All files are flushed to the disk, so that a
     power cut causes no more damage than a kill.
@@ -131,14 +141,14 @@ def write_record(folder: Path, record: Record) -> None:
 def measure_files(folder: Path, step: int) -> dict[str, int]:
     """Returns the sizes in bytes of the files that contain the variables of a checkpoint.
 
-    The files of the position in the data and those of single replicas are left out, because a run
+    Files with the position in the data, and files of single replicas, are left out, because a run
     can be resumed without them.
 
     Returns:
         The sizes by names such as ``user.index``, which do not depend on the manager's prefix.
 
     Raises:
-        Damaged: the user's part is gone.
+        Damaged: the user's part does not exist.
     """
     prefixes = {"user": find_user_part(folder, step), "engine": folder / "engine" / f"ckpt-{step}"}
     sizes = {}
@@ -157,40 +167,44 @@ def _compute_checksum(content: dict[str, Any]) -> str:
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """Reads the record of a checkpoint, and compares the sizes in it with those of the files.
+    """Reads the record of a checkpoint, and checks the sizes of the checkpoint's files.
 
     Records of engine 1.0 have neither a checksum nor sizes.
 
     Raises:
         Damaged: the record cannot be read or belongs to another step, or a file of the checkpoint
             is incomplete.
-        SetupError: another version of the engine wrote the record, and this one could misread it.
+        SetupError: another version of the engine wrote the record, and this version could misread
+            it.
     """
     path = folder / "engine" / f"ckpt-{step}.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content.get("format")
         if content.pop("checksum", None) not in (None, _compute_checksum(content)):
-            raise ValueError("its checksum is another one")
+            raise ValueError("its checksum does not match")
         if version != FORMAT and isinstance(version, int | None):
             raise SetupError(
                 f"{relative_path(folder)}: its checkpoints were written by ctl_core "
-                f"{content.get('engine', '0.3')}, and {__version__} cannot resume from them; begin "
+                f"{content.get('engine', '0.3')}, and {__version__} cannot resume them; start "
                 f"another run with their weights: --init-from {relative_path(folder.parent)}."
             )
         record = _create_reader().validate_json(json.dumps(content), strict=True)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged("its record cannot be read") from error
     if record.step != step:
-        raise Damaged(f"its record is that of step {record.step}")
+        raise Damaged(f"its record belongs to step {record.step}")
     if record.sizes and measure_files(folder, step) != record.sizes:
-        raise Damaged("a file of it is not whole")
+        raise Damaged("one of its files is incomplete")
     return record
 
 
 @functools.cache
 def _create_reader() -> TypeAdapter[Record]:
-    """Returns what checks the types of a record; a run that does not resume needs none."""
+    """Returns the validator for the types of a record.
+
+    The validator is created in the first call, because a run that does not resume never needs it.
+    """
     return TypeAdapter(Record)
 
 
@@ -198,7 +212,7 @@ def read_complete_records(folder: Path) -> Iterator[Record]:
     """Reads the records of a folder of checkpoints, newest first; leaves out damaged ones.
 
     Raises:
-        SetupError: another version of the engine wrote one, see ``read_record``.
+        SetupError: another version of the engine wrote a record, see ``read_record``.
     """
     for step in list_saved_steps(folder):
         with contextlib.suppress(Damaged):
@@ -220,7 +234,8 @@ def list_files(folder: Path, step: int) -> list[Path]:
     Files that each process writes for itself, such as ``statistics-8-0``, are included for all
     processes. Other files, such as a user's ``plot-8.png``, are not part of the checkpoint.
     """
-    # Most names belong to other steps. A substring test takes a tenth of the time of a pattern.
+    # Most names belong to other steps. To skip them, a substring test is ten times as fast as a
+    # regular expression.
     user_names, engine_names = (
         [name for name in list_names(parent) if f"-{step}" in name]
         for parent in (folder, folder / "engine")
@@ -233,8 +248,9 @@ def group_by_step(user_names: Iterable[str], engine_names: Iterable[str]) -> dic
     """Returns the files of all checkpoints by step, with the record of each checkpoint last.
 
     Args:
-        user_names: the names in a checkpoint folder; files of no checkpoint are left out
-        engine_names: the names in its subfolder ``engine``
+        user_names: the names in a checkpoint folder; files that belong to no checkpoint are left
+            out
+        engine_names: the names in the subfolder ``engine`` of that folder
 
     Returns:
         For each step, the paths of the files relative to the checkpoint folder.
@@ -274,8 +290,8 @@ def find_best_step(best: dict[str, list[float]]) -> int:
     """Returns the step of the checkpoint that ``keep_best`` keeps, or -1.
 
     Args:
-        best: for each criterion, the best value, its step, and the number of evaluations since
-            then; see ``Criterion``
+        best: the best value of each criterion, the step of this value, and the number of later
+            evaluations; see ``Criterion``
     """
     steps = [int(step) for key, (_, step, _) in best.items() if key.startswith("keep_best=")]
     return max(steps, default=-1)

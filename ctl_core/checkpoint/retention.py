@@ -1,7 +1,7 @@
-"""Keeps the checkpoints that the manager keeps and a copy of the best one; removes all others.
+"""Removes old checkpoints, and keeps a copy of the best one.
 
-In the run's checkpoint folder, but not in its subfolders, the manager of ``create_ckpt`` deletes
-the user's part of the oldest checkpoints. ``keep_and_remove`` then removes the engine's files of
+The manager of ``create_ckpt`` deletes the user's part of the oldest checkpoints, in the run's
+checkpoint folder but not in its subfolders. ``keep_and_remove`` then removes the engine's files of
 these checkpoints.
 """
 
@@ -34,7 +34,7 @@ _TEMPORARY = re.compile(
 
 
 def keep_and_remove(state: State, record: Record, source: Path | None = None) -> None:
-    """Keeps a copy of the best checkpoint, and removes what the manager no longer keeps.
+    """Keeps a copy of the best checkpoint, and removes checkpoints that the manager has deleted.
 
     The chief calls this after each checkpoint, in the thread that has written it. It is also called
     when a run starts from a checkpoint, since the process that wrote the checkpoint may have been
@@ -53,9 +53,10 @@ def keep_and_remove(state: State, record: Record, source: Path | None = None) ->
 def remove_orphans(folder: Path) -> None:
     """Removes the engine's files of checkpoints whose user's part the manager has deleted.
 
-    A checkpoint is kept as long as a user's part exists under any prefix, even one that the manager
-    does not delete. The record is removed first, so that a partly removed checkpoint does not
-    count. If a kill interrupts the removal, the remaining files are removed the next time.
+    A checkpoint is kept as long as its user's part exists. The user's part may have any prefix,
+    even one that the manager does not know and never deletes. The record is removed first, so that
+    a partly removed checkpoint is ignored. If a kill interrupts the removal, the remaining files
+    are removed the next time.
     """
     names = [name for name in list_names(folder) if name.endswith(".index")]
     kept = {name.removesuffix(".index").rpartition("-")[2] for name in names}
@@ -67,7 +68,7 @@ def remove_orphans(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what a killed process may have left: temporary files and an incomplete copy.
+    """Removes temporary files and a damaged copy that a killed process may have left.
 
     A damaged copy of the best checkpoint is removed only if the folder still contains the complete
     original, from which ``keep_best`` copies it again.
@@ -88,8 +89,8 @@ def sweep(folder: Path) -> None:
 def prepare_list(folder: Path) -> None:
     """Prepares the file ``checkpoint``, which lists the checkpoints that a manager may delete.
 
-    A manager cannot be created if the file is empty, for example after a power cut; an empty file
-    is removed.
+    The file may be empty, for example after a power cut. An empty file is removed, because a
+    manager cannot be created with it.
 
     Args:
         folder: the run's checkpoint folder, before ``create_ckpt`` creates a manager for it
@@ -109,8 +110,8 @@ def prepare_list(folder: Path) -> None:
         if Path(os.path.abspath(path)).parent != folder:
             raise SetupError(
                 f"{relative_path(folder / 'checkpoint')}: lists {format_name(path)}, which is "
-                "outside of the folder and would be deleted as an old checkpoint; remove the file; "
-                "runs can be resumed without it."
+                "outside the folder and would be deleted as an old checkpoint; remove this "
+                "list: the run can be resumed without it."
             )
 
 
@@ -120,7 +121,8 @@ def keep_best(folder: Path, record: Record, source: Path) -> None:
     Args:
         folder: the run's checkpoint folder
         record: the record of the newest checkpoint, which contains the best step
-        source: the folder with the newest checkpoint; after a fork, that of the other run
+        source: the folder with the newest checkpoint; after a fork, the checkpoint folder of the
+            original run
     """
     step = find_best_step(record.progress["best"])
     best = folder / "best"

@@ -18,14 +18,15 @@ def read_run_settings(run: Path) -> Layer:
     """Reads the settings of a run from its config.yaml; without this file, from a checkpoint.
 
     If a value in config.yaml was edited, the edited value is used. If a setting is missing, the
-    file is damaged: the run would continue with the default value, and train other weights.
+    file counts as damaged. Otherwise, the run would continue with the default value and train
+    different weights.
 
     Args:
         run: the folder of the run
 
     Raises:
-        SetupError: the file cannot be read, or lacks a setting that the newest checkpoint has; or
-            there is neither this file nor a checkpoint with settings.
+        SetupError: the file cannot be read, the file lacks a setting that the newest checkpoint
+            has, or there is neither this file nor a checkpoint with settings.
     """
     path = run / CONFIG_FILE
     where = relative_path(path)
@@ -34,7 +35,9 @@ def read_run_settings(run: Path) -> Layer:
         return read_file(path)
     if not path.exists():
         return recorded
-    cure = f"remove the file, and the run takes its settings from its newest checkpoint: rm {where}"
+    cure = (
+        f"remove the file; the run then takes its settings from its newest checkpoint: rm {where}"
+    )
     try:
         saved = read_file(path)
     except SetupError as error:
@@ -42,8 +45,8 @@ def read_run_settings(run: Path) -> Layer:
     missing = _find_missing(recorded.values, saved.values)
     if missing:
         raise SetupError(
-            f"{where}: {make_line(', '.join(missing), 60)} of the run is missing: the file is "
-            f"damaged; {cure}"
+            f"{where}: the run's {make_line(', '.join(missing), 60)} is missing, so the file "
+            f"is damaged; {cure}"
         )
     return saved
 
@@ -56,7 +59,7 @@ def has_settings(run: Path) -> bool:
 def _find_missing(
     recorded: dict[str, SettingValue], saved: dict[str, SettingValue], above: str = ""
 ) -> list[str]:
-    """Returns the settings in the checkpoint, including nested ones, that the file lacks."""
+    """Returns the settings, including nested ones, that the checkpoint has and the file lacks."""
     missing = []
     for name, value in recorded.items():
         is_cut = bool(value) and isinstance(value, dict) and saved.get(name) is None
@@ -71,7 +74,7 @@ def _read_recorded(run: Path) -> Layer | None:
     """Returns the settings in the newest complete checkpoint; None if there are none."""
     folder = run / "ckpt"
     record = None
-    with contextlib.suppress(SetupError):  # of an engine that did not record settings
+    with contextlib.suppress(SetupError):  # an incompatible engine wrote the record
         record = next(read_complete_records(folder), None)
     if record is None or not record.settings:
         return None

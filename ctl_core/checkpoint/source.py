@@ -1,7 +1,7 @@
-"""The checkpoint to start from: RUN, RUN@STEP or RUN@best, or the newest one of a resumed run.
+"""Finds the checkpoint that a run starts from.
 
-A run resumes from its own checkpoints. As long as it has none, it starts from the checkpoint of the
-run that ``fork`` names.
+A run resumes from its own newest checkpoint. If it has no checkpoint yet, it starts from the one
+that ``fork`` names, in the form RUN, RUN@STEP or RUN@best.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ctl_core.run.errors import SetupError
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config, Count
 
-# A step; "best": the checkpoint that ``keep_best`` keeps; "last": the newest one; or None: the best
-# one if the run keeps it, otherwise the newest one.
+# The name of a checkpoint: its step, "best" for the checkpoint that ``keep_best`` keeps, or "last"
+# for the newest one. None means the best checkpoint if the run keeps one, otherwise the newest.
 CheckpointName = Count | Literal["best", "last"] | None
 _NAME = re.compile(r"(?P<run>.+?)(?:@(?P<step>\d{1,18}|best))?", re.DOTALL)
 
@@ -28,9 +28,9 @@ class Source:
     """A run, and one of its checkpoints.
 
     Attributes:
-        setting: the setting that names it, for messages
+        setting: the setting that names the run, for messages
         run: the folder of the run
-        wanted: a step, ``best``, or None for the newest
+        wanted: the step of the checkpoint, ``best``, or None for the newest checkpoint
     """
 
     setting: str
@@ -49,7 +49,7 @@ class Source:
         """Returns the steps of the checkpoints that may be used, newest first.
 
         Raises:
-            SetupError: there is none.
+            SetupError: there is no such checkpoint.
         """
         steps = list_saved_steps(self.folder)
         suitable = [step for step in steps if self.wanted in (None, "best", step)]
@@ -58,13 +58,14 @@ class Source:
             if self.wanted:
                 name += f"@{self.wanted}"
             existing = list_saved_steps(self.run / "ckpt")[:10]
-            raise SetupError(f"{self.setting}: no checkpoint {name} is there, only {existing}.")
+            raise SetupError(f"{self.setting}: there is no checkpoint {name}, only {existing}.")
         return suitable
 
     def find_compiled(self) -> bool | None:
-        """Returns whether XLA compiles the run that is resumed; None for a fork of it.
+        """Returns whether XLA compiles the steps of a resumed run; None for a fork.
 
-        Records of engines before 2.0 do not say so. Their runs are as the setting says.
+        The records of engines before 2.0 do not contain this information. The steps of their runs
+        are compiled if the setting ``jit_compile`` is true.
         """
         if self.setting != "run_name":
             return None
@@ -75,12 +76,12 @@ class Source:
 
 
 def choose_checkpoint(run: Path, name: CheckpointName) -> Source:
-    """Returns the checkpoint of a run that a command reads.
+    """Chooses which checkpoint of a run a command reads.
 
     Args:
         run: the folder of the run
-        name: the name of the checkpoint; None: the best one if it is kept and complete, otherwise
-            the newest one
+        name: the name of the checkpoint. None chooses the best checkpoint if it is kept and
+            complete, otherwise the newest.
     """
     if name == "last":
         return Source("checkpoint", run)
@@ -104,7 +105,7 @@ def read_source(setting: str, text: str, runs_dir: str) -> Source:
             source.find_steps()
             return source
     raise SetupError(
-        f"{setting}: {match['run']!r} is neither a run in {runs_dir} nor a path that is there."
+        f"{setting}: {match['run']!r} is neither a run in {runs_dir} nor an existing path."
     )
 
 
@@ -117,26 +118,27 @@ def _parse_step(text: str | None) -> int | Literal["best"] | None:
 
 
 def is_model(path: str) -> bool:
-    """Returns whether ``init_from`` names a Keras file or a SavedModel, not a run."""
+    """Returns True if a path is a Keras file or a SavedModel, rather than a run."""
     return Path(path).is_file() or Path(path, "saved_model.pb").is_file()
 
 
 def find_start(config: Config) -> Source | None:
-    """Returns the checkpoint that training resumes or forks from; None for a run from scratch.
+    """Returns the checkpoint that training resumes or forks from; None if it starts from scratch.
 
-    ``fork`` and ``init_from`` are not needed any more once a run has checkpoints of its own.
+    Once a run has its own checkpoints, it resumes from them, so the sources that ``fork`` and
+    ``init_from`` name may have been deleted.
 
     Raises:
-        SetupError: ``fork`` or ``init_from`` names something that does not exist, or ``fork``
-            names another run than the one that this run was forked from.
+        SetupError: ``fork`` or ``init_from`` names something that does not exist, or this run has
+            checkpoints but was not forked from the run that ``fork`` names.
     """
     if config.run_name is not None:
         run = Path(config.runs_dir, config.run_name).absolute()
         if list_saved_steps(run / "ckpt"):
             if config.fork is not None and config.fork != read_run_settings(run).values.get("fork"):
                 raise SetupError(
-                    f"fork: {relative_path(run)} has checkpoints, and did not begin from "
-                    f"{config.fork}; choose another run_name."
+                    f"fork: {relative_path(run)} already has checkpoints and was not forked "
+                    f"from {config.fork}; choose another run_name."
                 )
             return Source("run_name", run)
     if config.init_from is not None and not is_model(config.init_from):

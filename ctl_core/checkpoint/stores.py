@@ -21,18 +21,19 @@ from ctl_core.run.errors import SetupError, format_error
 from ctl_core.run.files import flush_to_disk
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# Stores that have no folders. Creating a folder there would create the bucket.
+# The URL schemes of stores without folders. Creating a folder there would create the bucket.
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
 class Store(Protocol):
-    """Storage for the files of one run. Paths are relative to its root, and contain slashes.
+    """Storage for the files of one run.
 
+    Paths are relative to the root of the storage, and use slashes.
     Every method raises an OSError if the storage cannot be reached, is full, or denies access.
     """
 
     def list_names(self, folder: str) -> list[str]:
-        """Returns the names of the files in a folder; none if it does not exist."""
+        """Returns the names of the files in a folder; an empty list if it does not exist."""
 
     def download(self, path: str, target: Path) -> None:
         """Copies a file to this machine; raises FileNotFoundError if it does not exist."""
@@ -55,7 +56,7 @@ class FolderStore:
         self.root = root
 
     def list_names(self, folder: str) -> list[str]:
-        """Returns the names in a folder; none if it does not exist."""
+        """Returns the names in a folder; an empty list if it does not exist."""
         return list_names(self.root / folder)
 
     def download(self, path: str, target: Path) -> None:
@@ -63,10 +64,10 @@ class FolderStore:
         shutil.copyfile(self.root / path, target)
 
     def upload(self, source: Path, path: str) -> None:
-        """Copies a file into the folder; after a kill, the file is complete or does not exist."""
+        """Copies a file into the folder; a kill never leaves an incomplete file at ``path``."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        # The name is always the same, so kills leave at most one such file behind.
+        # The name of the temporary file is fixed, so that kills leave at most one such file.
         temporary = self.root / "upload.tmp"
         shutil.copyfile(source, temporary)
         flush_to_disk(temporary)
@@ -81,7 +82,7 @@ class FolderStore:
 class FsspecStore:
     """Storage that ``fsspec`` can access, such as a bucket.
 
-    Credentials and options are read from the environment, as by the cloud's own tools.
+    Credentials and options are read from the environment, as the cloud's own tools do.
     """
 
     def __init__(self, url: str) -> None:
@@ -106,7 +107,7 @@ class FsspecStore:
             raise SetupError(f"mirror: {url} cannot be used: {format_error(error)}") from error
 
     def list_names(self, folder: str) -> list[str]:
-        """Returns the current names in a folder, without using a cache; none if it is missing."""
+        """Returns the names in a folder, without using a cache; an empty list if it is missing."""
         with _raise_os_errors():
             self._files.invalidate_cache()
             try:
@@ -139,7 +140,7 @@ class FsspecStore:
 
 @contextlib.contextmanager
 def _raise_os_errors() -> Iterator[None]:
-    """Converts exceptions of a cloud's package, which may have any class, to OSError."""
+    """Raises an OSError in place of any other exception of a cloud's package."""
     try:
         yield
     except OSError:
@@ -149,7 +150,7 @@ def _raise_os_errors() -> Iterator[None]:
 
 
 def find_local_path(mirror: str) -> Path | None:
-    """Returns the folder of a path or a ``file://`` URL; None for any other URL."""
+    """Returns the folder that a path or a ``file://`` URL refers to; None for any other URL."""
     path = mirror.removeprefix("file://")
     if _SCHEME.match(path):
         return None
@@ -167,7 +168,7 @@ def open_store(mirror: str, name: str) -> Store:
     """Opens the storage of a run in its mirror.
 
     Args:
-        mirror: the setting
+        mirror: the setting ``mirror``
         name: the name of the run, which is appended to the path
 
     Raises:

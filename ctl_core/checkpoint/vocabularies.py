@@ -1,7 +1,8 @@
-"""The values that preprocessing layers have learned from data: part of each checkpoint.
+"""Saves and restores the values that preprocessing layers have learned from data.
 
-``adapt()`` in ``create_model``, or a list of words built there, gives another vocabulary once there
-are more data. The number of a word would then select another row of the embedding that was trained.
+A hook may compute a vocabulary each time a run starts, for example with ``adapt()`` in
+``create_model``. If there are more data than at the first start, the result is another vocabulary.
+The index of a word would then select the wrong row of the trained embedding.
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ from ctl_core.numerics.variables import walk
 from ctl_core.run.console import Console
 from ctl_core.run.errors import SetupError
 
-# The values that a layer has learned, by the names that its class has for them, as lists.
+# The values that a layer has learned, as lists, by the names that the class of the layer uses.
 Learned: TypeAlias = dict[LearnedName, list[str | int | float]]
 
-# Those within a TextVectorization included.
+# The layers whose values are restored. This includes the StringLookup in a TextVectorization.
 _LOOKUPS = (
     keras.layers.StringLookup,
     keras.layers.IntegerLookup,
     keras.layers.Discretization,
 )
-# A Normalization that is part of a model has variables.
+# The layers that can learn values. A Normalization is not one of the lookups: in a model, its
+# values are variables, which every checkpoint contains anyway.
 _LEARNING = (*_LOOKUPS, keras.layers.Normalization)
 
 
 class Vocabularies:
-    """The preprocessing layers of the models, and those that the data are read with.
+    """The preprocessing layers of the models and of the data.
 
-    The latter are the layers that the hooks of the data enclose, or have as globals, and all others
-    that the hooks, or the import of callbacks.py, have created.
+    The layers of the data are those in the closures and globals of the data hooks, and all
+    remaining layers that were created by hooks or while callbacks.py was imported.
     """
 
     def __init__(self, state: State) -> None:
@@ -49,14 +51,14 @@ class Vocabularies:
 
     @functools.cached_property
     def learnt(self) -> dict[str, Learned]:
-        """The learned values of each layer, as JSON has them; training does not change them."""
+        """The learned values of each layer, as JSON types; training does not change the values."""
         return {path: _read_learned(layer) for path, layer in self._layers.items()}
 
     def put_back(self, saved: dict[str, Learned], console: Console) -> None:
         """Restores the values that the layers had learned when a checkpoint was saved.
 
         Raises:
-            SetupError: a layer that the data are read with has learned other values.
+            SetupError: a layer of the data has learned values that differ from the checkpoint.
         """
         for path, layer in self._layers.items():
             before = saved.get(path)
@@ -67,9 +69,9 @@ class Vocabularies:
             entries_now = _count_entries(now)
             if path.startswith("data/"):
                 raise SetupError(
-                    f"{path}, with which the data are read, has learnt something else than when "
-                    f"the run began ({entries_before} entries then, {entries_now} now); adapt it "
-                    "to the same, or choose another run_name."
+                    f"{path}, which the input pipeline uses, has learned other values than "
+                    f"when the run was started ({entries_before} entries then, {entries_now} "
+                    "now); adapt it to the same data, or choose another run_name."
                 )
             if isinstance(layer, keras.layers.Discretization):
                 layer.bin_boundaries = before["bin_boundaries"]
@@ -77,13 +79,14 @@ class Vocabularies:
                 layer.set_vocabulary(**before)
             self.learnt[path] = before
             console.say(
-                f"{layer.name} had {entries_before} entries in the checkpoint, {entries_now} as "
-                "create_model made it: those of the checkpoint are used."
+                f"{layer.name} had {entries_before} entries in the checkpoint, but "
+                f"{entries_now} when create_model returned it: the entries of the checkpoint "
+                "are used."
             )
 
 
 def _find_data_layers(state: State) -> list[keras.Layer]:
-    """Returns the layers that the data may be read with, each once."""
+    """Returns the layers that hooks may use to preprocess the data, without duplicates."""
     hooks = state.hooks
     data_hooks = [hooks.create_dataset, hooks.make_batches, hooks.create_eval_dataset]
     functions = [hook.function for hook in data_hooks if hook is not None]
@@ -99,13 +102,13 @@ def _find_data_layers(state: State) -> list[keras.Layer]:
 
 
 def _find_learning(objects: Iterable[Any]) -> list[keras.Layer]:
-    """Returns the layers that can learn among those that objects hold, each once."""
+    """Searches objects for layers that can learn values, and returns each of them once."""
     layers = [layer for item in walk(list(objects)) for layer in flatten_layers(item)]
     return list({id(layer): layer for layer in layers if isinstance(layer, _LEARNING)}.values())
 
 
 def _name_layers(place: str, layers: list[keras.Layer]) -> dict[str, keras.Layer]:
-    """Returns layers by a name such as ``model/0/StringLookup``."""
+    """Returns the layers by names such as ``model/0/StringLookup``."""
     return {
         f"{place}/{number}/{type(layer).__name__}": layer for number, layer in enumerate(layers)
     }

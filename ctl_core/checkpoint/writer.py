@@ -1,7 +1,7 @@
-"""Writes a checkpoint in the background, from copies of all variables, while training goes on.
+"""Writes checkpoints in the background, from copies of all variables, while training continues.
 
-TensorFlow's own asynchronous checkpoints (``CheckpointOptions(enable_async=True)``) fail at the
-second save of a Keras 3 model.
+TensorFlow's own asynchronous checkpoints (``CheckpointOptions(enable_async=True)``) are not used,
+because they fail at the second save of a Keras 3 model.
 """
 
 import contextlib
@@ -23,21 +23,23 @@ from ctl_core.run.errors import RunError, format_error
 from ctl_core.run.files import relative_path
 from ctl_core.types import Trackable, Variable
 
-_ODD = 0x5851F42D4C957F2D  # any large odd number; spreads neighbouring positions
-# By size in bytes; 16 are those of complex128, which become two numbers.
+# Any large odd number, so that the factors of neighboring elements differ in many bits.
+_ODD = 0x5851F42D4C957F2D
+# The integer dtype for each size of a dtype in bytes. The 16 bytes of a complex128 become two
+# integers.
 _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64, 16: tf.int64}
 
 
 class StagingCopy:
-    """A checkpoint with the same objects by the same names, and copies of all variables.
+    """A copy of a checkpoint: the same structure of objects, with copies of all variables.
 
-    The copies take as much host memory as the checkpoint.
+    The copies use as much host memory as the checkpoint.
 
     Attributes:
         checkpoint: the checkpoint to be written
-        is_complete: whether all of it are copies; a lookup table, for example, cannot be copied
+        is_complete: whether everything was copied; a lookup table, for example, cannot be copied
         sources: the variables that are copied
-        targets: their copies, in the same order
+        targets: the copies of ``sources``, in the same order
     """
 
     def __init__(self, original: tf.train.Checkpoint) -> None:
@@ -48,13 +50,13 @@ class StagingCopy:
         descendants = tf.train.TrackableView(original).descendants()
         copies: dict[int, Trackable] = {id(original): self.checkpoint}
         for trackable in descendants:
-            # The counter has no copy, nor has anything inside a variable.
+            # The save counter has no copy, and neither has an object inside a variable.
             copy = copies.get(id(trackable))
             if not isinstance(copy, Node | GraphCheckpoint):
                 continue
             for name, child in tf.train.TrackableView.children(trackable).items():
                 if trackable is original and name == "save_counter":
-                    continue  # the copy creates its own
+                    continue  # the copied checkpoint creates its own counter
                 if id(child) not in copies:
                     copies[id(child)] = _copy(child)
                 copy.children[name] = copies[id(child)]
@@ -71,9 +73,11 @@ class StagingCopy:
 
 
 def _copy(trackable: Trackable) -> Trackable:
-    """Returns a variable of the same name and shape, an empty node, or an object that saves itself.
+    """Returns the copy of an object of a checkpoint, without its children.
 
-    The latter, such as a lookup table, is the object itself.
+    The copy of a variable is a variable with the same name and shape in host memory. An object that
+    saves itself, such as a lookup table, cannot be copied and is returned itself. The copy of any
+    other object is an empty node.
     """
     variable = unwrap(trackable)
     if isinstance(variable, tf.Variable):
@@ -89,7 +93,7 @@ class CheckpointCopies:
     """Copies of the user's part and of the engine's part of a checkpoint."""
 
     def __init__(self, user_part: tf.train.Checkpoint, engine_part: tf.train.Checkpoint) -> None:
-        """Creates the copies; ``update`` gives them values."""
+        """Creates the copies; ``update`` sets them to the current values of the variables."""
         user_copy = StagingCopy(user_part)
         engine_copy = StagingCopy(engine_part)
         self.user_part = user_copy.checkpoint
@@ -101,11 +105,12 @@ class CheckpointCopies:
 
 
 class Writer:
-    """Writes the user's part, the engine's part and the record, in this order.
+    """Writes checkpoints: first the user's part, then the engine's part, and the record last.
 
     Attributes:
-        written: the step of each complete checkpoint, and the prefix of its files
-        pool: the thread that writes
+        written: the steps and path prefixes of the checkpoints that are complete and not yet
+            reported to the listeners
+        pool: an executor with the thread that writes
     """
 
     def __init__(self, state: State, engine_part: tf.train.Checkpoint) -> None:
@@ -117,11 +122,14 @@ class Writer:
         self.written: list[tuple[int, Path]] = []
 
     def write(self, record: Record, write_position: Callable[[], None]) -> None:
-        """Begins to write a checkpoint; call ``wait`` before the next one.
+        """Starts writing a checkpoint; call ``wait`` before the next call.
 
-        Every process of a cluster must call it, since variables that each replica keeps for itself
-        are summed up to be copied; the chief writes. The first checkpoint is written before this
-        returns, so that there is one. So are objects that cannot be copied, such as lookup tables.
+        Only the chief writes, but every process of a cluster must call this method: if each replica
+        has its own value of a variable, copying the variable sums these values over all processes.
+
+        In two cases, the checkpoint is complete when this method returns: if it is the first one of
+        this process, so that the run has a checkpoint as early as possible, or if it contains
+        objects that cannot be copied, such as lookup tables.
         """
         copies = self._copies
         is_first = copies is None
@@ -140,7 +148,7 @@ class Writer:
             self._pending = self.pool.submit(self._write, copies, record, write_position)
 
     def wait(self) -> None:
-        """Waits until the last checkpoint is written; raises the error of writing it."""
+        """Waits until the last checkpoint is written; raises an error if this has failed."""
         if self._pending is not None:
             self._pending.result()
 
@@ -162,11 +170,11 @@ class Writer:
 
 
 class Divergence:
-    """Compares the variables of all replicas and processes, before each checkpoint.
+    """Checks before each checkpoint that the variables of all replicas and processes are equal.
 
-    Each replica computes its update from the summed gradients. If the update depends on the output
-    or the batch of that replica, the replicas diverge, and a checkpoint would hold the variables of
-    only one of them.
+    Each replica computes its update from the summed gradients. If the update also depends on the
+    output or the batch of that replica, the replicas diverge, and a checkpoint would contain the
+    variables of only one replica.
     """
 
     def __init__(self, state: State, variables: Iterable[Variable]) -> None:
@@ -182,7 +190,7 @@ class Divergence:
 
         @tf.function(autograph=False)
         def compute_digests() -> list[tf.Tensor]:
-            """Returns int64[variables] for each replica of this process."""
+            """Returns int64[variables], the digests of all variables, for each local replica."""
             return [tf.stack(list(map(_digest, replica))) for replica in by_replica]
 
         self._compute_digests = compute_digests
@@ -191,25 +199,30 @@ class Divergence:
         """Compares the variables after a step.
 
         Raises:
-            RunError: a variable, which the message names, differs between two replicas.
+            RunError: a variable differs between two replicas; the message names the variable.
         """
         if not self._names:
             return
         local_digests = np.array([digests.numpy() for digests in self._compute_digests()])
         digests = self._cluster.gather(local_digests.ravel().tolist())
-        table = digests.reshape(-1, len(self._names))  # [replicas, variables]
+        table = digests.reshape(-1, len(self._names))  # shape [replicas, variables]
         differs = table != table[0]
         if not differs.any():
             return
         raise RunError(
             f"after step {step}, {self._names[differs.any(axis=0).argmax()]} differs between "
-            f"replicas 0 and {differs.any(axis=1).argmax()}: a hook or an assign used what only "
-            "one sees, such as output or batch; all_reduce it first."
+            f"replicas 0 and {differs.any(axis=1).argmax()}: a hook or an assignment used a "
+            "value that differs between replicas, such as output or batch; pass it through "
+            "all_reduce first."
         )
 
 
 def _digest(variable: tf.Variable) -> tf.Tensor:
-    """Sums up a variable's bits, each element times an odd number of its position, mod 2**64."""
+    """Returns a digest of a variable's bits.
+
+    The elements are converted to integers and summed modulo 2**64. Before the sum, each element is
+    multiplied by an odd number that depends on its position.
+    """
     with tf.device(variable.device):
         bits = tf.reshape(tf.cast(_read_bits(variable), tf.int64), [-1])
         factors = tf.range(tf.size(bits, tf.int64)) * _ODD * 2 + 1
@@ -217,7 +230,7 @@ def _digest(variable: tf.Variable) -> tf.Tensor:
 
 
 def _read_bits(variable: tf.Variable) -> tf.Tensor:
-    """Returns a variable's value as integers that differ if the value does."""
+    """Returns a variable's value as integers; different values give different integers."""
     value = variable.read_value()
     if value.dtype == tf.string:
         return tf.strings.to_hash_bucket_fast(value, 2**62)
@@ -228,10 +241,10 @@ def _read_bits(variable: tf.Variable) -> tf.Tensor:
 
 @contextlib.contextmanager
 def write_together(state: State, step: int) -> Iterator[None]:
-    """Makes all processes wait for each other after a part of the writing, and fail together.
+    """Waits for all processes at the end of the context; if one process fails, all of them fail.
 
     Raises:
-        RunError: a file cannot be written, here or by another process.
+        RunError: this process or another process cannot write a file.
     """
     failure: Exception | None = None
     try:

@@ -1,1 +1,1 @@
-"""Several devices and processes: how each knows its place, and how they exchange values."""
+"""Connects devices and processes, and exchanges values between them."""

@@ -41,7 +41,7 @@ def tell_step() -> None:
 
 
 def tell_failure(text: str) -> None:
-    """Reports to that command why this process ends before its first step."""
+    """Reports to the command that started this process why it ends before its first step."""
     _tell(text.encode())
 
 
@@ -73,8 +73,8 @@ def start(argv: Sequence[str], folder: Path) -> int:
     shown = relative_path(folder)
     if is_run_locked(folder):
         raise SetupError(
-            f"{shown}: another process is training this run: kill $(cat {shown}/{LOCK}) saves and "
-            "ends it."
+            f"{shown}: another process is training this run; to save and end it: kill $(cat "
+            f"{shown}/{LOCK})"
         )
     folder.mkdir(parents=True, exist_ok=True)
     read_end, write_end = os.pipe()
@@ -86,19 +86,20 @@ def start(argv: Sequence[str], folder: Path) -> int:
             stderr=log,
             env={**os.environ, PIPE: str(write_end), "PYTHONUNBUFFERED": "1"},
             pass_fds=(write_end,),
-            start_new_session=True,  # so Ctrl-C and the end of the terminal do not reach it
+            start_new_session=True,  # Ctrl-C and the end of the terminal do not reach the process
         )
     os.close(write_end)
     try:
         with os.fdopen(read_end, "rb") as pipe:
-            # A supervisor, and what a hook has forked, may hold the other end until training ends.
+            # The first read is a single byte, because a supervisor or a process that a hook has
+            # forked may keep the other end of the pipe open until training ends.
             message = pipe.read(1)
             if message != _STEP:
                 message += pipe.read()
         if message == _STEP:
             print(
-                f"process {process.pid} trains {shown}: tail -f {shown}/train.log; "
-                f"kill {process.pid} saves and ends it",
+                f"process {process.pid} trains {shown}. To follow it: tail -f {shown}"
+                f"/train.log. To save and end it: kill {process.pid}",
                 flush=True,
             )
             return 0
@@ -112,6 +113,6 @@ def start(argv: Sequence[str], folder: Path) -> int:
         return 0
     text = message.decode() or f"error: training ended before its first step; see {shown}/train.log"
     print(text, file=sys.stderr, flush=True)
-    if code < 0:  # ended by a signal
+    if code < 0:  # a signal ended the process
         return 128 - code
     return code

@@ -1,8 +1,9 @@
-"""Exchanges between the replicas of a run, for hooks of the graph and for layers.
+"""Exchanges values between the replicas of a run, for graph hooks and layers.
 
-Replicas exchange values across processes just as across devices, and gradients flow through. On a
-single replica, each function returns its argument. A replica that has no rows of a batch computes
-on a placeholder batch, which counts in no exchange: see cluster/replica_contexts.py.
+``all_gather`` and ``all_reduce`` work across devices as well as across processes, and gradients
+flow through them. On a single replica, they return their argument. If a replica has no rows of a
+batch, it computes on a placeholder batch, which these functions ignore: see
+cluster/replica_contexts.py.
 """
 
 import contextlib
@@ -14,12 +15,12 @@ import tensorflow as tf
 
 from ctl_core.types import Count, PerReplica, Structure
 
-# The number of logical replicas of the run that is built or trained; None without the setting.
+# The number of logical replicas of the current run; None if the run does not use them.
 _logical_replicas: int | None = None
 
 
 class _Thread(threading.local):
-    """The state of a thread: each replica is traced in its own."""
+    """State that is local to a thread; each replica is traced in a separate thread."""
 
     find_offset: Callable[[], tf.Tensor] | None = None
 
@@ -28,14 +29,14 @@ _thread = _Thread()
 
 
 def distribute(strategy: tf.distribute.Strategy, values: list[Any]) -> PerReplica:
-    """Hands the i-th value to the i-th replica of this process."""
+    """Returns a per-replica value with the i-th value on the i-th replica of this process."""
     return strategy.experimental_distribute_values_from_function(
         lambda context: values[context.replica_id_in_sync_group % len(values)]
     )
 
 
 def count_local_replicas(strategy: tf.distribute.Strategy) -> int:
-    """Counts the replicas of this process; every process of a cluster has as many."""
+    """Returns the number of replicas per process, which is the same in all processes."""
     return len(strategy.extended.worker_devices)
 
 
@@ -45,7 +46,7 @@ def has_peers(strategy: tf.distribute.Strategy) -> bool:
 
 
 def _find_shared_context() -> tf.distribute.ReplicaContext | None:
-    """Returns the context of this replica, or None if it is the only one."""
+    """Returns the context of this replica, or None if there is only one replica."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return None
@@ -57,7 +58,8 @@ def count_logical_replicas(replicas: int | None) -> Iterator[None]:
     """Temporarily makes ``num_replicas`` return a number of logical replicas, in every thread.
 
     Args:
-        replicas: the number; None: replicas are those of ``tf.distribute``
+        replicas: the number of logical replicas; None makes ``num_replicas`` return the number of
+            replicas of ``tf.distribute``
     """
     global _logical_replicas
     before = _logical_replicas
@@ -69,7 +71,10 @@ def count_logical_replicas(replicas: int | None) -> Iterator[None]:
 
 
 def num_replicas() -> int:
-    """Returns the number of replicas, over all processes; with logical replicas that of these."""
+    """Returns the number of replicas in all processes.
+
+    With ``logical_replicas``, returns the number of logical replicas.
+    """
     if _logical_replicas is not None:
         return _logical_replicas
     context = tf.distribute.get_replica_context() or tf.distribute.get_strategy()
@@ -77,7 +82,11 @@ def num_replicas() -> int:
 
 
 def replica_id() -> int | tf.Tensor:
-    """Returns this replica's number, from 0: an int where it is fixed, otherwise a tensor."""
+    """Returns the index of this replica, counted from 0.
+
+    Returns:
+        An int if the index is known while the graph is traced; otherwise an int32 scalar.
+    """
     context = tf.distribute.get_replica_context()
     return 0 if context is None else context.replica_id_in_sync_group
 
@@ -85,9 +94,9 @@ def replica_id() -> int | tf.Tensor:
 def row_offset() -> tf.Tensor:
     """Returns the index of this replica's first row in the result of ``all_gather``.
 
-    Replicas may differ in how many rows they have, so this is not a multiple of ``replica_id()``.
-    For tensors that have a row for each example, as those of a batch, row ``i`` of this replica is
-    row ``ctl.row_offset() + i`` of the gathered tensor.
+    Replicas may have different numbers of rows, so the offset need not be a multiple of
+    ``replica_id()``. If a tensor has one row per example, like the tensors of a batch, row ``i`` of
+    this replica is row ``ctl.row_offset() + i`` of the gathered tensor.
 
     Returns:
         An int32 scalar; 0 on one device, and outside of a step or an evaluation.
@@ -110,37 +119,40 @@ def place_rows(find_offset: Callable[[], tf.Tensor]) -> Iterator[None]:
 
 
 def find_offset_in_share(rows: Count, rows_of_all: Count | None = None) -> tf.Tensor:
-    """Returns ``row_offset`` where the replicas' numbers of rows differ by at most one.
+    """Computes ``row_offset`` for replicas whose numbers of rows differ by at most one.
 
     Args:
-        rows: how many rows this replica has
-        rows_of_all: how many rows all replicas have; None: each has ``rows``, or replica 0 has all
+        rows: the number of rows of this replica
+        rows_of_all: the total number of rows of all replicas. None means that every replica has
+            ``rows`` rows, or that replica 0 has all rows.
     """
     replica = tf.cast(replica_id(), tf.int32)
     if rows_of_all is None:
         return replica * tf.cast(rows, tf.int32)
     rows_of_all = tf.cast(rows_of_all, tf.int32)
     size = rows_of_all // num_replicas()
-    longer = rows_of_all % num_replicas()  # replicas with one row more, which come first
-    # With fewer rows than replicas, those without rows have a placeholder of one row.
+    longer = rows_of_all % num_replicas()  # how many of the first replicas have one more row
+    # If there are fewer rows than replicas, each replica without rows has one placeholder row.
     return tf.where(size == 0, replica, replica * size + tf.minimum(replica, longer))
 
 
 def all_gather(value: Structure, axis: int = 0) -> Structure:
     """Returns the values of all replicas, concatenated along an axis in the replicas' order.
 
-    Every replica gets the same result. The gradient is the sum over all replicas: if each of N
-    replicas computes the same loss from the whole gathered batch, return a N-th of it from
-    ``grad_pre``, or the loss of the replica's own examples.
+    Every replica gets the same result. The gradient is the sum over all replicas. If each of N
+    replicas computes the same loss from the whole gathered batch, return this loss divided by N
+    from ``grad_pre``, or return only the loss of the replica's own examples.
 
     Args:
-        value: a tensor or a structure of tensors, whose shapes may differ only in the axis
+        value: a tensor or a structure of tensors; their shapes may differ between replicas, but
+            only along ``axis``
         axis: the axis along which the values are concatenated
     """
-    # A tensor straight out of a batch has no device, and TensorFlow needs one. On a single replica,
-    # too, the op shows that values are exchanged here: see model/loss_calls.py.
+    # TensorFlow needs tensors with a device, but a tensor taken directly from a batch has none. The
+    # identity op also marks the exchange in the graph of a single replica: see model/loss_calls.py.
     value = tf.nest.map_structure(tf.identity, value)
-    context = _find_shared_context()  # no walrus: AutoGraph converts this function, and knows none
+    # AutoGraph converts this function, and does not support the walrus operator.
+    context = _find_shared_context()
     if context is None:
         return value
     return tf.nest.map_structure(lambda tensor: context.all_gather(tensor, axis), value)
@@ -151,7 +163,7 @@ def all_reduce(value: Structure, op: str = "sum") -> Structure:
 
     Args:
         value: a tensor or a structure of tensors
-        op: "sum", or "mean", which weights each replica by its number of rows of the batch
+        op: "sum" or "mean"; the mean weights each replica by its number of rows of the batch
     """
     reduce_op = tf.distribute.ReduceOp[op.upper()]
     value = tf.nest.map_structure(tf.identity, value)

@@ -29,8 +29,8 @@ def describe_differences(task: Task, tables: Sequence[Facts], absent: str | None
     Args:
         task: this process in its cluster
         tables: the facts of each process
-        absent: the value to assume for a fact that a process lacks; None: such a process is not
-            compared in this fact
+        absent: the value to assume if a process lacks a fact; with None, the fact of this process
+            is not compared
     """
     names = dict.fromkeys(name for table in tables for name in table)
     differences: dict[int, list[str]] = collections.defaultdict(list)

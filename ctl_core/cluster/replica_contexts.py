@@ -1,9 +1,9 @@
-"""Replica contexts of the engine: the meaning of an exchange between replicas in a trace.
+"""Defines replica contexts that change how replicas exchange values while they are traced.
 
-TensorFlow calls the exchanges of a replica by its context: ``all_reduce``, ``all_gather``, and
-``merge_call``, which variables and Keras layers use. Entering one of these contexts changes these
-methods, for hooks and for code that asks ``tf.distribute.get_replica_context()``, such as a
-synchronized batch normalization.
+Replicas exchange values by calling methods of a replica context: ``all_reduce``, ``all_gather`` and
+``merge_call`` (variables and Keras layers use the latter). The contexts in this module override
+these methods. Within such a context, the new methods are used by hooks, and by all code that calls
+``tf.distribute.get_replica_context()``, such as synchronized batch normalization.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ctl_core.compat import enter_replica_context
 from ctl_core.run.errors import NotCompilable, RefusedCall
 from ctl_core.types import Count, Gradient, PerReplica, Structure, UserObject
 
-# Hooks are converted by AutoGraph, and so is every method that they call, unless it is marked.
+# AutoGraph converts hooks and all methods that they call, except methods with this decorator.
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 NO_EXCHANGE = (
-    "needs all replicas at the same moment, but a device computes logical replicas one after "
+    "needs all replicas at the same time, but a device computes logical replicas one after "
     "another; leave out the call, or logical_replicas."
 )
 
@@ -31,7 +31,7 @@ Options: TypeAlias = tf.distribute.experimental.CommunicationOptions | None
 
 
 class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
-    """A replica that is traced without the others.
+    """A context in which one replica is traced without the others.
 
     Exchanged values have the right shapes, but come from this replica only.
     """
@@ -65,7 +65,7 @@ class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
     def all_reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
     ) -> Structure:
-        """Returns the value as it is."""
+        """Returns the value unchanged."""
         return tf.nest.map_structure(tf.identity, value)
 
     @do_not_convert
@@ -80,7 +80,7 @@ class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
 
 
 class FirstReplica(LoneReplica):
-    """A lone replica that is traced as replica 0 on every process of a cluster.
+    """A ``LoneReplica`` with the index 0 on every process of a cluster.
 
     All processes thus trace the same graph. Variables still use their component on a device of this
     process.
@@ -88,12 +88,12 @@ class FirstReplica(LoneReplica):
 
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:
-        """0, an int32 scalar."""
+        """The index 0, as an int32 scalar."""
         return tf.constant(0)
 
 
 class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
-    """A context inside another one, to which it delegates every method that it does not change."""
+    """A context inside an outer context; delegates every method that it does not override."""
 
     def __init__(self, outer: tf.distribute.ReplicaContext) -> None:
         number = tf.get_static_value(outer.replica_id_in_sync_group)
@@ -113,10 +113,10 @@ class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
 
 
 class NoExchange(InnerContext):
-    """A context in which replicas must not exchange anything, since XLA could not compile it.
+    """A context in which replicas must not exchange values, because XLA cannot compile exchanges.
 
     Raises:
-        NotCompilable: something is exchanged; the message gives the reason.
+        NotCompilable: a replica exchanges values; the message gives the reason.
     """
 
     def __init__(self, outer: tf.distribute.ReplicaContext, reason: str) -> None:
@@ -130,21 +130,22 @@ class NoExchange(InnerContext):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> PerReplica:
-        """Refuses the exchange."""
+        """Raises an error, because exchanges are not allowed."""
         raise NotCompilable(self._reason)
 
 
 class RowWeighted(InnerContext):
-    """A context in which the values of a replica count by the rows that it has of a batch.
+    """A context that weights the values of each replica by its number of rows of the batch.
 
-    A replica without rows computes on a placeholder batch, whose values count in no exchange. If
-    no replica has rows, all placeholders count alike: that avoids a mean of nothing.
+    A replica without rows computes on a placeholder batch, whose values are ignored in exchanges.
+    If no replica has rows, all placeholders have the same weight, because a mean over no values
+    would be undefined.
 
     Args:
         outer: the context of the replica
-        rows: how many rows it has
-        present: whether it has any; None if that is certain
-        rows_of_all: how many rows all replicas have; None if that is certainly more than 0
+        rows: the number of rows of the replica
+        present: whether the replica has rows; None if it always has
+        rows_of_all: the total number of rows of all replicas; None if it is always more than 0
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class RowWeighted(InnerContext):
         return total / total_weight
 
     def _mask(self, value: Gradient) -> Gradient:
-        """Returns zeros in place of the values of a placeholder batch."""
+        """Returns the value, or zeros if the replica computes on a placeholder batch."""
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(self._mask(value.values), value.indices, value.dense_shape)
         if self._present is None:
@@ -192,8 +193,8 @@ class RowWeighted(InnerContext):
     def all_gather(self, value: Structure, axis: int, options: Options = None) -> Structure:
         """Returns the values of all replicas that have rows, concatenated along an axis.
 
-        A replica without rows gets those of all placeholders behind them, because its own code may
-        look for its values there.
+        On a replica without rows, the result ends with the values of all placeholders, because the
+        code of this replica may look up its own values in the result.
         """
         gathered = super().all_gather(value, axis, options)
         if self._present is None:
@@ -214,15 +215,15 @@ class RowWeighted(InnerContext):
 class LogicalReplica(InnerContext):
     """A context in which a device computes one of its logical replicas.
 
-    For hooks the logical replica is the replica: they see its index and the number of all. For
-    variables the device is the replica, because they find their component by ``_replica_id``.
+    Hooks see the index of the logical replica, and the number of logical replicas. Variables use
+    the component of the device, which they find by the attribute ``_replica_id``.
 
     Raises:
-        RefusedCall: something is exchanged.
+        RefusedCall: a replica exchanges values.
     """
 
     def __init__(self, outer: tf.distribute.ReplicaContext, index: Count, replicas: int) -> None:
-        """Enters nothing yet; see ``enter_logical_replica``."""
+        """Creates the context without entering it; see ``enter_logical_replica``."""
         super().__init__(outer)
         self._index = index
         self._replicas = replicas
@@ -244,27 +245,27 @@ class LogicalReplica(InnerContext):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> PerReplica:
-        """Refuses the exchange."""
+        """Raises an error, because exchanges are not allowed."""
         raise RefusedCall(f"merge_call {NO_EXCHANGE}")
 
     @do_not_convert
     def all_reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
     ) -> Structure:
-        """Refuses the exchange."""
+        """Raises an error, because exchanges are not allowed."""
         raise RefusedCall(f"all_reduce {NO_EXCHANGE}")
 
     @do_not_convert
     def all_gather(self, value: Structure, axis: int, options: Options = None) -> Structure:
-        """Refuses the exchange."""
+        """Raises an error, because exchanges are not allowed."""
         raise RefusedCall(f"all_gather {NO_EXCHANGE}")
 
 
 def enter_logical_replica(index: Count, replicas: int) -> contextlib.AbstractContextManager[None]:
-    """Enters ``LogicalReplica`` on a device.
+    """Enters a ``LogicalReplica`` context on a device.
 
     Args:
-        index: of the logical replica
+        index: the index of the logical replica
         replicas: the number of logical replicas
     """
     context = tf.distribute.get_replica_context()
@@ -274,24 +275,24 @@ def enter_logical_replica(index: Count, replicas: int) -> contextlib.AbstractCon
 def weigh_by_rows(
     rows: Count, present: tf.Tensor | None, rows_of_all: tf.Tensor | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Enters ``RowWeighted`` on a replica, with its arguments.
+    """Enters a ``RowWeighted`` context with these arguments on a replica.
 
-    Does nothing where all replicas have equally many rows (``rows`` is None), or on a single
-    replica.
+    Does nothing if all replicas have the same number of rows (``rows`` is None), if there is only
+    one replica, or on a logical replica.
     """
     context = tf.distribute.get_replica_context()
     if rows is None or context is None or context.num_replicas_in_sync == 1:
         return contextlib.nullcontext()
-    if isinstance(context, LogicalReplica):  # which exchanges nothing
+    if isinstance(context, LogicalReplica):  # a logical replica exchanges no values
         return contextlib.nullcontext()
     return enter_replica_context(RowWeighted(context, rows, present, rows_of_all))
 
 
 def forbid_exchanges(reason: str) -> contextlib.AbstractContextManager[None]:
-    """Enters ``NoExchange`` on a replica; does nothing on a single one."""
+    """Enters a ``NoExchange`` context on a replica; does nothing if there is only one replica."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return contextlib.nullcontext()
-    if isinstance(context, LogicalReplica):  # refuses exchanges by itself
+    if isinstance(context, LogicalReplica):  # a logical replica rejects exchanges anyway
         return contextlib.nullcontext()
     return enter_replica_context(NoExchange(context, reason))

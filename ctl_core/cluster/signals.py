@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM: the first one stops a run and saves it; a second SIGINT ends it at once.
+"""Handles signals: SIGINT and SIGTERM stop and save a run; a second SIGINT ends it immediately.
 
-SIGUSR1, by which batch systems announce the end of a job, counts as SIGTERM.
+SIGUSR1, with which batch systems announce the end of a job, is handled like SIGTERM.
 
 A signal that only one process receives is passed to the others between two graph calls: see
 sync.py.
@@ -16,34 +16,42 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeAlias
 
-# How long a signal may be repeated without counting as a second one (seconds).
+# A SIGINT that arrives within this time of the first one does not count as a second SIGINT
+# (seconds).
 SAME_SIGNAL = 1.0
 INTERRUPTED = 128 + signal.SIGINT
 
-_SIGUSR1 = getattr(signal, "SIGUSR1", None)  # Windows has none
+_SIGUSR1 = getattr(signal, "SIGUSR1", None)  # Windows has no SIGUSR1
 
-# The handlers that signal.signal accepts and returns; None if the handler is not Python's.
+# A handler that signal.signal accepts or returns; None if it was not installed from Python.
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 
 class Signals:
-    """Notes SIGINT and SIGTERM while it is entered, each of them once.
+    """A context that notes SIGINT and SIGTERM, each of them once.
 
-    A second SIGINT raises KeyboardInterrupt. If it comes within a second of the first, it counts as
-    the same: a process manager may signal a whole cluster, whose supervisor passes the signal on to
-    the same processes. Outside of the main thread nothing is noted, and the program there handles
-    signals.
+    A second SIGINT raises KeyboardInterrupt. A SIGINT within a second of the first one does not
+    count as a second one: a process manager may signal all processes of a cluster, and the
+    supervisor of the cluster passes the signal on to the same processes.
 
-    Python runs a signal handler only between two instructions of the main thread, so not before a
-    graph call ends. session/watch.py handles graph calls that do not end.
+    If the context is entered outside of the main thread, no signal is noted, because Python handles
+    signals only in the main thread.
+
+    Python runs a signal handler only between two instructions of the main thread, and therefore
+    never during a graph call. session/watch.py handles graph calls that do not end.
 
     Attributes:
         numbers: the numbers of the signals that were noted, in order of arrival
-        patience: how long the current operation may take after a SIGTERM (seconds); 0: no limit
+        patience: the maximum time that the current operation may take after a SIGTERM (seconds); 0
+            means no limit
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        """``say`` is called with a line about the effect of a signal, in a separate thread."""
+        """Creates the context.
+
+        Args:
+            say: prints a line about the effect of a signal; it is called in a separate thread
+        """
         self.numbers: list[int] = []
         self.patience = 0.0
         self._say = say
@@ -57,7 +65,7 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous_handlers[number] = signal.signal(number, self._note)
-            # A handler of the user's own for SIGUSR1 stays.
+            # If the user has installed a handler for SIGUSR1, it is kept.
             if _SIGUSR1 is not None and signal.getsignal(_SIGUSR1) is signal.SIG_DFL:
                 self._previous_handlers[_SIGUSR1] = signal.signal(_SIGUSR1, self._note)
         return self
@@ -75,11 +83,11 @@ class Signals:
 
     @property
     def handled(self) -> frozenset[int]:
-        """The numbers of the signals that are noted."""
+        """The numbers of the signals that this context handles."""
         return frozenset(self._previous_handlers)
 
     def translate(self, number: int) -> int:
-        """Returns SIGTERM for SIGUSR1, which has the same effect, and any other signal as it is."""
+        """Returns SIGTERM for SIGUSR1, which has the same effect, and other signals unchanged."""
         if number == _SIGUSR1:
             return signal.SIGTERM
         return number
@@ -91,15 +99,16 @@ class Signals:
                 return
             self._announced.add(number)
         name = signal.Signals(number).name
-        text = f"{name}: the run stops after what is running now, and is saved"
+        self._say(f"{name}: the run stops and is saved as soon as the current steps have ended.")
         if number == signal.SIGINT:
-            text += "; Ctrl-C again, a second or more from now, ends it at once"
+            self._say("Press Ctrl-C again, a second or more from now, to end it at once.")
         elif self.patience:
-            text += f"; if that does not end within {self.patience:.0f} s, it ends unsaved"
-        self._say(f"{text}.")
+            self._say(
+                f"If that takes longer than {self.patience:.0f} s, the run ends without saving."
+            )
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a child that multiprocessing, for one, has forked
+        if os.getpid() != self._process:  # in a forked child process, as of multiprocessing
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             return
@@ -110,9 +119,9 @@ class Signals:
             raise KeyboardInterrupt
 
     def _note_first(self, number: int) -> None:
-        """Notes a signal that has not come before, and prints its effect."""
+        """Notes a signal that was not received before, and prints its effect."""
         self.numbers.append(number)
         if number == signal.SIGINT:
             self._interrupted_at = time.monotonic()
-        # In a thread, because the main thread may hold the lock that printing needs.
+        # Another thread prints, because the main thread may hold the lock that printing needs.
         threading.Thread(target=self.announce, args=(number,), daemon=True).start()

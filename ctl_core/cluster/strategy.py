@@ -1,4 +1,4 @@
-"""Which tf.distribute strategy a run uses, on which devices, and with which other processes."""
+"""Chooses the tf.distribute strategy and the devices of a run, and joins its cluster."""
 
 import contextlib
 import functools
@@ -22,26 +22,29 @@ from ctl_core.run.settings import Config
 
 
 def find_task(config: Config) -> Task:
-    """Returns this process's place in the cluster of a training.
+    """Returns this process's place in the cluster that trains.
 
     Raises:
-        SetupError: it has none, or the settings do not say how long to train.
+        SetupError: this process does not train, ``workers`` is set but training was not started
+            from the command line, or the settings do not say how long to train.
     """
     task = read_task(config)
     if task.kind != "worker":
-        raise SetupError(f"TF_CONFIG: a process of the type {task.kind} trains nothing.")
+        raise SetupError(f"TF_CONFIG: a process of the type {task.kind} does not train.")
     if config.workers > 1 and task.processes == 1:
-        raise SetupError(f"workers: needs the command line: ./train.sh --workers {config.workers}")
+        raise SetupError(
+            f"workers: works only on the command line: ./train.sh --workers {config.workers}"
+        )
     if config.steps is None and config.epochs is None:
-        raise SetupError("steps: say how long to train, with steps or epochs.")
+        raise SetupError("steps: set how long to train, with steps or epochs.")
     return task
 
 
 def prepare(config: Config) -> Task:
-    """Starts TensorFlow on the devices, and in the cluster, that the settings ask for.
+    """Starts TensorFlow on the devices that the settings choose, and joins the cluster.
 
-    Call it before anything else starts TensorFlow, such as a tensor in callbacks.py: devices and
-    cluster are fixed from then on.
+    Call this before anything else starts TensorFlow, such as a tensor in callbacks.py. Once
+    TensorFlow has started, devices and cluster cannot be changed.
 
     Returns:
         This process's place in the cluster.
@@ -53,8 +56,9 @@ def prepare(config: Config) -> Task:
     task = read_task(config)
     if config.intra_op_threads is not None:
         _fix_threads(config.intra_op_threads)
-    # In a notebook, TensorFlow may have started already, and its GPUs be divided; then the devices
-    # stay as they are. With fewer virtual devices than replicas, replicas share a device.
+    # In a notebook, TensorFlow may already have started, and its GPUs may be divided. The devices
+    # then stay as they are. If there are fewer virtual devices than replicas, replicas share
+    # devices.
     with contextlib.suppress(RuntimeError, ValueError):
         _choose_gpus(task, config.virtual_devices)
         if config.virtual_devices > 1:
@@ -65,32 +69,34 @@ def prepare(config: Config) -> Task:
 
 
 def _fix_threads(threads: int) -> None:
-    """Fixes the number of threads of an op, which decides in which order kernels add up.
+    """Fixes the number of threads of an op, because a kernel's order of summation depends on it.
 
     Raises:
-        SetupError: TensorFlow has started with another number.
+        SetupError: TensorFlow has already started with another number.
     """
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
     except RuntimeError:
-        # 0 stands for all cores.
+        # TensorFlow returns 0 if an op uses all cores.
         started_with = tf.config.threading.get_intra_op_parallelism_threads() or count_cores()
         if started_with != threads:
             raise SetupError(
-                f"intra_op_threads: TensorFlow has started with {started_with} threads, but the "
-                f"run needs {threads}, or its bits would change; restart Python and train first."
+                f"intra_op_threads: TensorFlow was started with {started_with} threads, but this "
+                f"run needs {threads} to compute the same bits; restart Python, and train before "
+                "anything else uses TensorFlow."
             ) from None
 
 
 def _choose_gpus(task: Task, virtual_devices: int) -> None:
-    """Shows TensorFlow the GPUs of this process, whose memory it then takes as it needs it."""
+    """Makes only this process's GPUs visible; TensorFlow allocates their memory as needed."""
     gpus = tf.config.list_physical_devices("GPU")
     if virtual_devices > 1:
         gpus = []
     elif task.shares_gpus:
         gpus = _take_share(gpus, task)
     if virtual_devices > 1 or task.shares_gpus:
-        # Hidden even if unused: some Keras layers choose their op by the devices that are visible.
+        # The other GPUs are hidden even if no op uses them, because some Keras layers choose their
+        # op based on the visible devices.
         tf.config.set_visible_devices(gpus, "GPU")
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
@@ -100,7 +106,7 @@ def _split_cpu(virtual_devices: int) -> None:
     """Splits the CPU into virtual devices, which share its cores."""
     is_default = tf.config.threading.get_intra_op_parallelism_threads() == 0
     if is_default:
-        # An op of one device that ran on all cores would hold up the other devices.
+        # If an op of one device used all cores, the other devices would have to wait.
         cores = os.cpu_count() or 1
         tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // virtual_devices))
     (cpu,) = tf.config.list_physical_devices("CPU")
@@ -109,22 +115,23 @@ def _split_cpu(virtual_devices: int) -> None:
 
 
 def _take_share(gpus: list[tf.config.PhysicalDevice], task: Task) -> list[tf.config.PhysicalDevice]:
-    """Returns the GPUs of one of the workers that share them."""
+    """Returns the GPUs of this worker, if all workers are on one machine and share its GPUs."""
     share, remainder = divmod(len(gpus), task.processes)
     if remainder:
         raise SetupError(
-            f"workers: {task.processes} workers cannot share {len(gpus)} GPUs evenly; take another "
-            "number, or choose GPUs with CUDA_VISIBLE_DEVICES (empty: train on the CPU)."
+            f"workers: {task.processes} workers cannot share {len(gpus)} GPUs evenly; use "
+            "another number, or choose GPUs with CUDA_VISIBLE_DEVICES (empty: train on the "
+            "CPU)."
         )
     first = task.index * share
     return gpus[first : first + share]
 
 
 def create_strategy(config: Config) -> tf.distribute.Strategy:
-    """Starts TensorFlow as ``prepare`` does, and creates the strategy that the settings ask for.
+    """Starts TensorFlow as ``prepare`` does, and creates the strategy that the settings choose.
 
-    ``auto`` joins the cluster that ``TF_CONFIG`` names; without one, it uses all GPUs, or the
-    virtual devices, or the only device.
+    If ``TF_CONFIG`` names a cluster, ``auto`` joins it. Otherwise, ``auto`` uses the virtual
+    devices if there are several, then all GPUs if there are any, and finally the CPU.
     """
     task = prepare(config)
     if task.processes > 1:
@@ -132,9 +139,10 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
     devices = _list_devices(config)
     if len(devices) == 1 and config.strategy != "mirrored":
         return tf.distribute.OneDeviceStrategy(devices[0])
-    # On CPU devices, summing on one of them is several times faster than TensorFlow's own choice
-    # (collectives over loopback), and two strategies in one process do not collide. And an op that
-    # fails because it finds a NaN cancels collectives, whose error could hide its own.
+    # On CPU devices, summing on one device is several times faster than TensorFlow's default
+    # (collectives over loopback), and two strategies in one process do not interfere. With
+    # ``detect_anomaly``, the op that finds a NaN fails. This would cancel collectives, and their
+    # error could hide the error of the op.
     cross_device_ops = None
     if config.detect_anomaly or "CPU:0" in devices:
         cross_device_ops = tf.distribute.ReductionToOneDevice()
@@ -154,7 +162,7 @@ def _list_devices(config: Config) -> list[str]:
 
 
 def read_peak_memory(devices: Sequence[str]) -> int | None:
-    """Returns the most bytes that one of these devices had in use so far; None if none is a GPU.
+    """Returns the highest peak memory of a GPU among some devices, in bytes; None without a GPU.
 
     Args:
         devices: names of devices of this process
@@ -169,13 +177,16 @@ def read_peak_memory(devices: Sequence[str]) -> int | None:
 
 
 def has_joined() -> bool:
-    """Returns True in a process of a cluster, where TensorFlow's own end waits for the others."""
+    """Returns True if this process has joined a cluster.
+
+    When TensorFlow shuts down in such a process, it waits for the other processes.
+    """
     return _join_cluster.cache_info().currsize > 0
 
 
-@functools.cache  # once: a second strategy would wait for others that are not starting
+@functools.cache  # a second call would wait for the other processes, which do not join again
 def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
-    """Joins the cluster as the given task; returns its strategy."""
+    """Joins the cluster as the given task; returns the strategy of the cluster."""
     if task.chief:
         print(describe_exposure(task), flush=True)
     wait_for_others(task)

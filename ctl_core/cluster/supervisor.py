@@ -1,11 +1,12 @@
-"""A cluster on this machine: ``./train.sh --workers K`` starts K processes and watches over them.
+"""Implements ``--workers K``, which trains in a cluster of K processes on this machine.
 
-The supervisor never imports TensorFlow. Each worker is the same command line again, with a
-``TF_CONFIG`` that names its place in the cluster. Worker 0 is the chief and prints to the
-supervisor's console; the output of the others is written to ``runs/NAME/worker-<i>.log``.
+The process of ``./train.sh --workers K`` is the supervisor, which never imports TensorFlow. It
+starts K workers with the same command line, and tells each its place in the cluster in
+``TF_CONFIG``. Worker 0 is the chief and prints to the supervisor's console. The output of the other
+workers is written to ``runs/NAME/worker-<i>.log``.
 
-A cluster cannot continue after one process is gone, because collectives wait for all. So the
-supervisor stops the others and starts all of them again, from the last checkpoint.
+A cluster cannot continue after one process is gone, because collectives wait for all processes. The
+supervisor then stops the remaining workers, and restarts all workers from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ Worker: TypeAlias = subprocess.Popen[bytes]
 # The exit codes of the workers that have ended, by their index.
 ExitCodes: TypeAlias = dict[int, int]
 
-# Names the file descriptor of a pipe that ends when the supervisor does.
+# The environment variable with the file descriptor of a pipe that is closed when the supervisor
+# ends.
 PIPE = "SUPERVISOR_PIPE"
-# After one worker failed, how long the others may take to end by themselves (seconds).
+# The maximum time that the other workers have to end by themselves after one has failed (seconds).
 PEER_GRACE = 5.0
 # The exit codes of a worker that has trained to its end, or was stopped by a signal.
 ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -45,7 +47,10 @@ FAILED = (RunError.exit_code, SetupError.exit_code)
 
 
 def die_with_supervisor() -> bool:
-    """Returns True in a worker, which then ends, with all it has started, with the supervisor."""
+    """Makes this process end when its supervisor ends; returns False if it has no supervisor.
+
+    All processes that this process has started end at the same time.
+    """
     pipe = os.environ.pop(PIPE, "")
     if not pipe:
         return False
@@ -63,8 +68,8 @@ def _wait_for_end(pipe: int) -> None:
 def start_cluster(argv: Sequence[str], config: Config) -> int:
     """Trains in a cluster of ``config.workers`` processes; returns the exit code of the command.
 
-    Each process gets the command line, with the number of workers and the run's name, which may
-    come from config.yaml.
+    Each process gets the same command line. The number of workers and the name of the run, which
+    may come from config.yaml, are added to it.
     """
     name = str(config.run_name)
     command = [sys.executable, "-m", "ctl_core", *argv]
@@ -79,20 +84,21 @@ def supervise(
     max_restarts: int = 3,
     peer_grace: float = PEER_GRACE,
 ) -> int:
-    """Starts workers, again after a crash, until they are done; returns the exit code.
+    """Runs workers until they are done, with restarts after crashes; returns the exit code.
 
-    No process of the cluster is left when this returns or raises, nor when it is killed.
+    No process of the cluster remains when this function ends, even if the supervisor is killed.
 
     Args:
-        command: starts a worker
-        folder: of the run, for the logs
-        workers: how many there are
-        max_restarts: how many times all of them are started again at most
-        peer_grace: how long the others may take to end after one has failed (seconds)
+        command: the command line of a worker
+        folder: the folder of the run, for the logs
+        workers: the number of workers
+        max_restarts: the maximum number of times that all workers are restarted
+        peer_grace: the maximum time that the other workers have to end after one has failed
+            (seconds)
 
     Raises:
-        RunError: restarts are used up.
-        KeyboardInterrupt: at a second SIGINT.
+        RunError: workers have crashed, and ``max_restarts`` is reached.
+        KeyboardInterrupt: a second SIGINT was received.
     """
     with Signals() as signals:
         for restarts in range(max_restarts + 1):
@@ -117,9 +123,10 @@ def supervise(
 
 
 def _list_crashed(codes: ExitCodes, workers: int) -> list[int]:
-    """Returns the workers that crashed.
+    """Returns the indices of the workers that crashed.
 
-    If all that ended lost a peer, the peer is among those that did not end.
+    If all of them report a lost peer, the peer is one of the workers that have not ended. The
+    indices of the workers that have not ended are then returned, too.
     """
     crashed = [index for index, code in codes.items() if code not in ORDERLY]
     if {codes[index] for index in crashed} == {PeerLost.exit_code}:
@@ -136,7 +143,7 @@ def _describe_end(index: int, code: int | None) -> str:
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Returns different ports of the loopback device that nobody listens on."""
+    """Returns different ports of the loopback device on which no process listens."""
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
@@ -146,7 +153,7 @@ def find_free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def start_workers(command: Sequence[str], folder: Path, workers: int) -> Iterator[list[Worker]]:
-    """Yields the processes of one start of the cluster, none of which outlives the context."""
+    """Starts all workers, and yields their processes; kills them at the end of the context."""
     cluster = {"worker": [f"127.0.0.1:{port}" for port in find_free_ports(workers)]}
     processes: list[Worker] = []
     read_end, write_end = os.pipe()
@@ -160,9 +167,10 @@ def start_workers(command: Sequence[str], folder: Path, workers: int) -> Iterato
                 **os.environ,
                 "TF_CONFIG": json.dumps(place),
                 PIPE: str(read_end),
-                # Everything that was printed before a crash is to be in the log.
+                # Output is not buffered, so that the log is complete up to a crash.
                 "PYTHONUNBUFFERED": "1",
-                # All workers are to iterate over a set of texts, such as class names, in one order.
+                # With the same hash seed, all workers iterate over a set of strings, such as class
+                # names, in the same order.
                 "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
             }
             with _open_log(folder, index) as log:
@@ -180,7 +188,7 @@ def start_workers(command: Sequence[str], folder: Path, workers: int) -> Iterato
     finally:
         for worker in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)  # including everything that it started
+                os.killpg(worker.pid, signal.SIGKILL)  # kills all processes of the worker
             worker.wait()
         os.close(read_end)
         os.close(write_end)
@@ -194,7 +202,10 @@ def _open_log(folder: Path, index: int) -> contextlib.AbstractContextManager[IO[
 
 
 def _watch(processes: Sequence[Worker], signals: Signals, peer_grace: float) -> ExitCodes:
-    """Passes signals on until all workers have ended; after a failure, ``peer_grace`` at most."""
+    """Waits until all workers have ended, and passes signals on to them; returns the exit codes.
+
+    After a worker has failed, the others have at most ``peer_grace`` seconds to end.
+    """
     codes: ExitCodes = {}
     passed_on = 0
     deadline = float("inf")
@@ -208,7 +219,7 @@ def _watch(processes: Sequence[Worker], signals: Signals, peer_grace: float) -> 
             if code is None or index in codes:
                 continue
             codes[index] = code
-            if code not in ORDERLY:  # the others wait for it in vain
+            if code not in ORDERLY:  # the other workers cannot continue without this one
                 deadline = min(deadline, time.monotonic() + peer_grace)
         time.sleep(0.1)
     return codes

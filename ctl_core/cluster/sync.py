@@ -1,8 +1,9 @@
-"""Values that the processes of a run share between two graph calls.
+"""Shares values among the processes of a run, between two graph calls.
 
-Every process of a cluster must make the same sequence of graph calls, or their collectives no
-longer meet. So anything that only one process knows (a signal, its clock, a file that it cannot
-read) is shared here, in an all-reduce of a few numbers, and all processes make the same decision.
+Every process of a cluster must make the same sequence of graph calls. Otherwise, a collective of
+one process would wait forever for the others. So if only one process knows a fact, such as a
+signal, the time or a file that it cannot read, the fact is shared here with an all-reduce of a few
+numbers. All processes then make the same decision.
 """
 
 import contextlib
@@ -22,15 +23,16 @@ from ctl_core.cluster.task import Task, answers, describe_loss
 from ctl_core.compat import publish, read_published
 from ctl_core.run.errors import CtlError, PeerLost, RunError, SetupError
 
-# The errors that TensorFlow raises on the remaining processes when one is gone.
+# The errors that TensorFlow raises on the remaining processes when another process is gone.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _ABORTED = "Collective ops is aborted by"
 _UNLIKE = re.compile("mismatch in the collective|is joining a group with size")
-# How long to wait for the text of another process before checking whether the process still listens
-# (seconds), and how many of these checks in a row may fail.
+# The time to wait for the string of another process before checking that the process still listens
+# (seconds), and the number of failed checks in a row after which the process is considered lost.
 _WAIT = 2.0
 _MOST_SILENT = 3
-# Numbers the texts that the processes share; all processes share them in the same order.
+# Counts the strings that the processes share. A string has the same number on all processes,
+# because all processes share their strings in the same order.
 _numbers = itertools.count()
 
 
@@ -39,16 +41,16 @@ class LoopStatus:
     """The status of a process after a graph call, or the status that all of them agree on.
 
     Attributes:
-        steps_per_call: the most steps of the next graph call; the lowest value counts
+        steps_per_call: the maximum number of steps in the next graph call; the lowest value counts
         signal: the number of the signal that was received, or 0; the highest counts
-        save: whether a hook asked for a checkpoint; one process is enough
-        end: whether a hook asked to end training; one process is enough
+        save: whether a hook has requested a checkpoint; one process is enough
+        end: whether a hook has requested the end of training; one process is enough
         step: the number of the last step; must be the same on all processes
-        frozen: identifies which layers are frozen; must be the same on all processes
+        frozen: a number that identifies the set of frozen layers; must be the same on all processes
         data: a digest of the data that were drawn; must be the same on all processes
-        first: the first step whose loss was not finite, as ``NonFinite`` has it; the lowest counts
-        latest: the latest such step; the highest counts
-        bad: the number of such steps; the highest counts
+        first: the first step whose loss was not finite, as in ``NonFinite``; the lowest counts
+        latest: the latest step whose loss was not finite; the highest counts
+        bad: the number of steps whose loss was not finite; the highest counts
     """
 
     steps_per_call: int
@@ -58,35 +60,40 @@ class LoopStatus:
     step: int = 0
     frozen: int = 0
     data: int = 0
-    first: int = 2**62  # NEVER, as numerics/not_finite.py has it
+    first: int = 2**62  # the same value as NEVER in numerics/not_finite.py
     latest: int = 0
     bad: int = 0
 
 
-# Of these fields the lowest value counts, of all others the highest.
+# For these fields of ``LoopStatus``, the lowest value of all processes counts. For all other
+# fields, the highest value counts.
 _LOWEST = ("steps_per_call", "first")
 
 
 class Cluster:
-    """The processes of a run, as seen by this one, ``task``."""
+    """Exchanges values between this process and the other processes of a run.
+
+    Attributes:
+        task: this process in its cluster
+    """
 
     def __init__(self, strategy: tf.distribute.Strategy, task: Task) -> None:
         self.task = task
         self._strategy = strategy
 
     def gather(self, values: Sequence[int]) -> np.ndarray:
-        """Returns the whole numbers of all processes; a barrier.
+        """Returns the integers that all processes pass; waits for all processes, like a barrier.
 
         Args:
-            values: the numbers of this process, equally many in each of them
+            values: the integers of this process; every process must pass the same number of them
 
         Returns:
-            int64[processes, len(values)]
+            An array int64[processes, len(values)].
         """
         row = np.array(values, np.int64)
         if self.task.processes == 1:
             return row[None]
-        table = self._gather(row).numpy()  # with a row for each replica
+        table = self._gather(row).numpy()  # has a row for each replica
         replicas_per_process = len(table) // self.task.processes
         return table[::replicas_per_process]  # type: ignore[no-any-return]
 
@@ -94,7 +101,8 @@ class Cluster:
     def _gather(self) -> Callable[[np.ndarray], tf.Tensor]:
         """The graph function that gathers a row from each replica.
 
-        It sums tables over the replicas; in that of a replica, only its own row is not zero.
+        Each replica creates a table in which all rows except its own are zero. The sum of these
+        tables over all replicas contains all rows.
         """
 
         def sum_tables(values: tf.Tensor) -> tf.Tensor:
@@ -112,15 +120,15 @@ class Cluster:
         return gather  # type: ignore[no-any-return]
 
     def sync(self, status: LoopStatus, hook: object) -> LoopStatus:
-        """Shares the status of this process, and returns the one that all processes agree on.
+        """Shares the status of this process, and returns the status that all processes agree on.
 
         Args:
-            status: of this process
-            hook: the hook whose data must be the same everywhere, for a message
+            status: the status of this process
+            hook: the hook that returns the data, for a message
 
         Raises:
-            RunError: hooks have frozen other layers, or taken other steps, than elsewhere.
-            SetupError: ``hook`` returns other data than elsewhere.
+            RunError: the processes have taken different steps, or have different frozen layers.
+            SetupError: ``hook`` returns different data on the processes.
         """
         if self.task.processes == 1:
             return status
@@ -131,8 +139,9 @@ class Cluster:
         _check_equal("frozen layers", columns["frozen"], status.step)
         if len({*columns["data"]}) > 1:
             raise SetupError(
-                f"{hook}: the processes of the cluster read different data, or in another order: "
-                "sort files that are listed, give shuffles a seed, leave deterministic=False out."
+                f"{hook}: the processes of the cluster read different data, or in a different "
+                "order: sort lists of files, give shuffles a seed, and leave out "
+                "deterministic=False."
             )
         agreed = {}
         for name, column in columns.items():
@@ -152,10 +161,11 @@ class Cluster:
         return bool((self.gather([digest]) == digest).all())
 
     def share(self, text: str) -> list[str]:
-        """Returns the texts of all processes in their order, once all of them have called this.
+        """Returns the strings of all processes, in order, once every process has called this.
 
-        Unlike ``gather``, this makes no graph call, so it works even if the processes have
-        different numbers of devices. It takes milliseconds, so it is meant for the start of a run.
+        Unlike ``gather``, this method makes no graph call, so it works even if the processes have
+        different numbers of devices. A call takes milliseconds, so use it only at the start of a
+        run.
 
         Raises:
             PeerLost: another process has ended.
@@ -170,7 +180,7 @@ class Cluster:
         ]
 
     def _await_text(self, key: str, index: int) -> str:
-        """Waits for the text of a process, which may still be running its hooks."""
+        """Waits for the string of another process, which may still be busy with its hooks."""
         silent = 0
         while silent < _MOST_SILENT:
             text = read_published(key, _WAIT)
@@ -180,19 +190,19 @@ class Cluster:
             if answers(self.task.addresses[index]):
                 silent = 0
         raise PeerLost(
-            f"no answer from {self.task.describe(index)}; start all again: the run resumes from "
-            "its last checkpoint."
+            f"no answer from {self.task.describe(index)}; restart all processes: the run "
+            "resumes from its last checkpoint."
         )
 
     def compare(self, facts: Facts, problem: str, cure: str, absent: str | None = None) -> None:
-        """Refuses to train if the processes differ in a fact.
+        """Raises an error if the processes differ in a fact.
 
         Args:
             facts: the facts of this process
             problem: the beginning of the message about a difference
-            cure: the end of the message, which says what to do
-            absent: the value to assume for a fact that a process lacks; None: such a process is not
-                compared in this fact
+            cure: the end of the message, with the remedy
+            absent: the value to assume if a process lacks a fact; with None, the fact of this
+                process is not compared
 
         Raises:
             SetupError: there is a difference; the message names the process, the fact and both
@@ -205,24 +215,26 @@ class Cluster:
 
 
 def _check_equal(subject: str, column: np.ndarray, step: int) -> None:
-    """Refuses values that differ between the processes after a step."""
+    """Raises an error if values differ between the processes after a step."""
     if len({*column}) > 1:
         raise RunError(
-            f"after step {step}, the {subject} differ between the processes: a hook must decide "
-            "alike on each of them, not by its own output or batch."
+            f"after step {step}, the {subject} differ between the processes: a hook must make "
+            "the same decision in every process, not one that depends on the process's own "
+            "output or batch."
         )
 
 
 @contextlib.contextmanager
 def join_peers(task: Task) -> Iterator[None]:
-    """Turns the errors that TensorFlow raises when another process is gone into ``PeerLost``."""
+    """Raises ``PeerLost`` in place of TensorFlow's errors if another process is gone."""
     try:
         yield
     except (tf.errors.OpError, CtlError) as error:
         cause: BaseException | None = error
         if not isinstance(error, tf.errors.OpError):
             cause = error.__cause__
-        # An error within a hook that names no task is the hook's, from a file system for instance.
+        # If a hook fails with an error that names no task of the cluster, the error has another
+        # cause, such as a file system.
         is_of_engine = cause is error or _ABORTED in str(cause) or "/job:" in str(cause)
         if not (is_of_engine and is_peer_lost(task, cause)):
             raise
@@ -233,6 +245,7 @@ def is_peer_lost(task: Task, error: BaseException | None) -> bool:
     """Returns True if an error says that another process is gone, or failed first."""
     if task.processes == 1 or not isinstance(error, tf.errors.OpError):
         return False
-    if _UNLIKE.search(str(error)):  # shapes or numbers of devices, which would differ again
+    # If processes differ in shapes or numbers of devices, they would differ after a restart, too.
+    if _UNLIKE.search(str(error)):
         return False
     return isinstance(error, _LOST) or _ABORTED in str(error)

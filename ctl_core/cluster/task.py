@@ -1,9 +1,9 @@
-"""Which process of a cluster this one is, by ``TF_CONFIG``; and the wait for the others.
+"""Reads this process's place in a cluster from ``TF_CONFIG``, and waits for the other processes.
 
-The supervisor of ``--workers`` sets ``TF_CONFIG`` for its workers; elsewhere the files of launch/
-do, or the cluster itself. The form is TensorFlow's: ``{"cluster": {"worker": ["host1:2222",
-"host2:2222"]}, "task": {"type": "worker", "index": 0}}``. Only the entry ``"shares_gpus": true`` is
-the engine's.
+The supervisor of ``--workers`` sets ``TF_CONFIG`` for its workers. In other clusters, the files in
+launch/ or the cluster itself set it. The format is defined by TensorFlow: ``{"cluster": {"worker":
+["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}``. The engine adds only the
+entry ``"shares_gpus": true``.
 """
 
 import dataclasses
@@ -18,14 +18,15 @@ from typing import Literal
 from ctl_core.run.errors import PeerLost, SetupError, make_line
 from ctl_core.run.settings import Config
 
-# How long a process waits for the others without a message (seconds).
+# The time that a process waits for the others before it prints a message (seconds).
 PATIENCE = 10.0
-# How long it waits at most, once all of them have answered, until their GPUs have started.
+# The maximum time that a process waits for the others to start their GPUs, after all processes have
+# answered (seconds).
 JOIN_SECONDS = 60.0
-# How long it waits at most until all of them have answered.
+# The maximum time that a process waits until all other processes have answered (seconds).
 LONGEST = 600.0
-# The process that an error of TensorFlow names. Errors of heartbeats go to process 0, and may not
-# name it.
+# Matches the number of the lost process in an error of TensorFlow. Heartbeats are sent to process
+# 0, and an error about them may not contain its number.
 _LOST = re.compile(r"(?:timed out task names:|reported from|remote target)\s+/job:\S+/task:(\d+)")
 
 
@@ -37,7 +38,7 @@ class Task:
         processes: the number of processes that train together
         index: the number of this process, from 0; number 0 is the chief
         addresses: the address of each process, host:port
-        kind: the job of this process; only a worker is one of ``processes``
+        kind: the job of this process; ``processes`` counts only workers
         shares_gpus: whether all processes are on this machine and share its GPUs
     """
 
@@ -49,11 +50,11 @@ class Task:
 
     @property
     def chief(self) -> bool:
-        """Whether this process prints, writes summaries and keeps the checkpoints."""
+        """True if this process prints, writes summaries and keeps the checkpoints."""
         return self.index == 0
 
     def describe(self, index: int) -> str:
-        """Names a process, such as ``process 1 at host2:2222``."""
+        """Returns a description of a process, such as ``process 1 at host2:2222``."""
         return f"process {index} at {self.addresses[index]}"
 
 
@@ -67,8 +68,8 @@ def count_cores() -> int:
 def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
     """Reads this process's place in the cluster.
 
-    A chief, once called master, is process 0. With a strategy of one process, ``TF_CONFIG`` is
-    ignored.
+    If the cluster has a chief (formerly called master), it is process 0. If the setting
+    ``strategy`` uses only one process, ``TF_CONFIG`` is ignored.
 
     Raises:
         SetupError: ``TF_CONFIG`` cannot be read, or the settings do not fit it.
@@ -78,20 +79,20 @@ def read_task(config: Config, environ: Mapping[str, str] = os.environ) -> Task:
         task = _parse(environ.get("TF_CONFIG", "").strip())
     if task == Task() and config.strategy == "multi_worker":
         raise SetupError(
-            "strategy: multi_worker needs TF_CONFIG in the environment of each process; on one "
-            "machine, --workers K starts them."
+            "strategy: multi_worker needs TF_CONFIG in the environment of each process; on "
+            "one machine, --workers K starts K processes."
         )
     if (task.processes > 1 or task.kind == "evaluator") and config.run_name is None:
-        raise SetupError("run_name: a cluster needs one, the same for each of its processes.")
+        raise SetupError("run_name: required in a cluster, and the same for all processes.")
     return task
 
 
 def _parse(text: str) -> Task:
-    """Reads the text of ``TF_CONFIG``; an empty text means a process without others."""
+    """Parses the value of ``TF_CONFIG``; an empty string means that this process is alone."""
     if not text:
         return Task()
     try:
-        content = json.loads(text.replace('"master"', '"chief"'))  # as Estimators called it
+        content = json.loads(text.replace('"master"', '"chief"'))  # the old name of the chief
         job = content["task"]["type"]
         index_in_job = int(content["task"]["index"])
         if job in ("evaluator", "ps"):
@@ -112,7 +113,10 @@ def _parse(text: str) -> Task:
 
 
 def describe_loss(task: Task, error: BaseException | None) -> str:
-    """Returns a message about a lost process, with its name if the error has it, and the cure."""
+    """Returns a message about a lost process, which says how to continue.
+
+    The message names the process if the error contains its number.
+    """
     text = str(error)
     lost = _LOST.search(text)
     if lost is not None:
@@ -121,30 +125,34 @@ def describe_loss(task: Task, error: BaseException | None) -> str:
         name = task.describe(0)
     else:
         name = "another process of the cluster"
-    return f"no answer from {name}; start all again: the run resumes from its last checkpoint."
+    return (
+        f"no answer from {name}; restart all processes: the run resumes from its last checkpoint."
+    )
 
 
 def describe_exposure(task: Task) -> str:
     """Returns a line about the ports of a cluster, which TensorFlow cannot protect.
 
-    Its gRPC servers listen on all network interfaces. Whoever reaches one may read and write files,
-    and thereby run programs, with the rights of the process.
+    TensorFlow's gRPC servers listen on all network interfaces. Anyone who can connect to a server
+    can read and write files, and thereby run programs, with the rights of the process.
     """
     if task.shares_gpus:
         return "cluster: its ports have no password; train in trusted networks only (SECURITY.md)."
     return (
-        "cluster: the ports of its processes have no password and no encryption; allow only these "
-        "machines to reach them (SECURITY.md)."
+        "cluster: the ports of its processes have no password and no encryption; allow only "
+        "these machines to reach them (SECURITY.md)."
     )
 
 
 def wait_for_others(task: Task) -> None:
     """Waits until every other process of the cluster has listened on its address.
 
-    TensorFlow's own wait reacts neither to Ctrl-C nor to SIGTERM, and names nobody.
+    TensorFlow would also wait, but it would ignore Ctrl-C and SIGTERM, and would not say which
+    processes are missing.
 
     Raises:
-        PeerLost: others have not answered after ``LONGEST``, or this process's port is taken.
+        PeerLost: a process has not answered after ``LONGEST`` seconds, or this process's port is
+            taken.
     """
     start = time.monotonic()
     is_reported = False
@@ -157,7 +165,7 @@ def wait_for_others(task: Task) -> None:
             names = ", ".join(map(task.describe, missing))
             seconds = time.monotonic() - start
             if seconds > LONGEST:
-                raise PeerLost(f"cluster: no answer after {seconds:.0f} s from {names}.")
+                raise PeerLost(f"cluster: no answer from {names} within {seconds:.0f} s.")
             if seconds > PATIENCE and not is_reported:
                 is_reported = True
                 print(f"cluster: waiting; no answer from {names}", flush=True)
@@ -178,7 +186,8 @@ def wait_for_chief(task: Task, measure: Callable[[], int]) -> None:
         measure: returns a number that changes while the chief fetches the run
 
     Raises:
-        PeerLost: the chief has not answered, and the number has not changed, for ``LONGEST``.
+        PeerLost: the chief has not answered, and the number has not changed, for ``LONGEST``
+            seconds.
     """
     start = time.monotonic()
     last_change = start
@@ -190,15 +199,17 @@ def wait_for_chief(task: Task, measure: Callable[[], int]) -> None:
             number = measure()
             last_change = now
         if now - last_change > LONGEST:
-            raise PeerLost(f"cluster: no answer after {LONGEST:.0f} s from {task.describe(0)}.")
+            raise PeerLost(f"cluster: no answer from {task.describe(0)} within {LONGEST:.0f} s.")
         if now - start > PATIENCE and not is_reported:
             is_reported = True
-            print(f"cluster: waiting for {task.describe(0)}, which reads the mirror", flush=True)
+            print(
+                f"cluster: waiting for {task.describe(0)}, which is reading the mirror", flush=True
+            )
         time.sleep(0.1)
 
 
 def _listen(address: str) -> socket.socket:
-    """Listens on the port of an address, on every interface, as TensorFlow will."""
+    """Listens on the port of an address, on every network interface, as TensorFlow does later."""
     port = int(address.rpartition(":")[2])
     has_dual_stack = socket.has_dualstack_ipv6()
     try:

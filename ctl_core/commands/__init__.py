@@ -1,1 +1,1 @@
-"""What the command line does besides training."""
+"""The command line and its commands."""

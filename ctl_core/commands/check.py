@@ -1,9 +1,10 @@
-"""``train --check``: tries everything once, in a temporary folder, and compares devices.
+"""Implements ``train --check``: tries everything once in a temporary folder, and compares devices.
 
-Two steps are rehearsed with all host hooks, an evaluation, a checkpoint and the other commands.
-Then compare_devices.py compares one device with three, compare_bits.py compares their bits if there
-are logical replicas, and python_values.py finds values in Python
-that host hooks change in vain. The run itself, if it exists, is neither read nor locked.
+First, a run of two steps is rehearsed, with all host hooks, an evaluation and a checkpoint.
+python_values.py finds Python values that host hooks change without any effect. Then the other
+commands are tried. Finally, compare_devices.py compares one device with three, and compare_bits.py
+compares them bit by bit if there are logical replicas. If a run of this name exists, it is neither
+read nor locked.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ STEPS = 2
 
 
 def check(callbacks: Callbacks, config: Config) -> State:
-    """Tries everything that a run would do once, and compares devices.
+    """Rehearses a run, and compares one device with three.
 
-    Takes two steps, after which every host hook runs as after the step that it is meant for;
-    evaluates, saves, runs the hooks at the end, and each command. Then it takes steps and evaluates
-    on one CPU device and on three, and with logical replicas once more, to compare bits. Hooks that
-    write files or call services do so.
+    The rehearsal takes two steps and calls each host hook once, with the number of a step at which
+    it is due. It then evaluates, saves a checkpoint, calls the hook ``at_end``, and runs all
+    commands. After that, steps and an evaluation are compared between one CPU device and three;
+    with logical replicas, they are also compared bit by bit. Side effects of hooks are real: a
+    hook that writes files or calls a service does so during the check, too.
 
     Args:
         callbacks: a module, a dict or any object with the hooks
@@ -75,23 +77,24 @@ def check(callbacks: Callbacks, config: Config) -> State:
         The state of the rehearsed run.
 
     Raises:
-        SetupError: devices differ, or a host hook changes a value that a graph does not read again.
+        SetupError: values differ between devices, or a host hook changes a value that a graph does
+            not read again.
         RunError: devices cannot be compared.
-        CtlError: whatever ``train`` raises.
+        CtlError: any error of ``train``.
     """
     start = time.monotonic()
     console = CheckConsole()
     name = config.run_name or "run"
-    if config.listener is not None:  # it is not told of a check
+    if config.listener is not None:  # fails if the listener does not exist; it is never called
         find_listener(config.listener)
     prepare(dataclasses.replace(config, virtual_devices=max(DEVICES, config.virtual_devices)))
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
     with temporary as folder:
-        console.print(f"check of {name}: all of it in a temporary folder, which is removed.")
+        console.print("check: everything is in a temporary folder, which is removed at the end.")
         config = dataclasses.replace(config, runs_dir=folder, run_name=name, limit_eval=1)
-        # With fresh weights.
+        # The check trains from scratch.
         config = dataclasses.replace(config, fork=None, init_from=None, init_skip=None)
-        hooks, warnings = load_hooks(callbacks, config)  # hooks see the settings of the run
+        hooks, warnings = load_hooks(callbacks, config)  # hooks get the settings of the run itself
         for warning in warnings:
             console.warn(warning)
         config = dataclasses.replace(
@@ -99,7 +102,8 @@ def check(callbacks: Callbacks, config: Config) -> State:
         )
         state = Rehearsal(hooks, config, console).run()
         _use(hooks, state, config, console)
-        # A value may have the same bits on any number of devices, and still be no sum.
+        # This comparison has no logical replicas, because with them a value may have the same bits
+        # on any number of devices although it is not a sum over the examples.
         plain_config = dataclasses.replace(config, logical_replicas=None)
         compare_devices(hooks, plain_config, console, state.data.shape.by_rows)
         compare_bits(hooks, config, console)
@@ -108,7 +112,7 @@ def check(callbacks: Callbacks, config: Config) -> State:
 
 
 class Rehearsal:
-    """A run of two steps, after the last of which all host hooks are due."""
+    """A run of two steps. All host hooks are due after the second step."""
 
     def __init__(self, hooks: Hooks, config: Config, console: CheckConsole) -> None:
         self._config = config
@@ -118,10 +122,10 @@ class Rehearsal:
         self._hooks = self._make_all_due(hooks)
 
     def run(self) -> State:
-        """Trains, and judges the values in Python that host hooks have changed.
+        """Trains, and checks the Python values that host hooks have changed.
 
         Raises:
-            SetupError: a graph has kept the old value.
+            SetupError: a graph still uses an old value.
         """
         config = self._config
         console = self._console
@@ -140,7 +144,10 @@ class Rehearsal:
         return state
 
     def _make_all_due(self, hooks: Hooks) -> Hooks:
-        """Returns the hooks of the rehearsal, each with the step number that it is meant for."""
+        """Returns the hooks of the rehearsal: all host hooks are due after its last step.
+
+        Each hook is passed the number of the step that it is meant for.
+        """
         due = []
         for schedule in (hooks.every_steps, hooks.at_step):
             for step, functions in schedule.items():
@@ -154,7 +161,12 @@ class Rehearsal:
         )
 
     def _rehearse(self, hook: Hook, step: int | None = None) -> Hook:
-        """Returns a host hook that says that it ran, and whose changes in Python are noticed."""
+        """Wraps a host hook, to print that it ran, and to record the Python values that it changes.
+
+        Args:
+            hook: the host hook
+            step: the number of the step that the hook is meant for, if there is one
+        """
 
         @functools.wraps(hook.function)
         def run(**values: Any) -> None:
@@ -174,13 +186,16 @@ class Rehearsal:
         ending = ""
         try:
             hook.function(**values)
-        except StopTraining as error:  # the other hooks run all the same
-            ending = f"; it ends training there. {error}".rstrip()
+        except StopTraining as error:  # the other hooks are still tried
+            ending = f"; it ends training here. {error}".rstrip()
         self._console.print(f"  {hook} ran{when}{ending}")
         self._changes += watch.list_changes()
 
     def _judge_changes(self, state: State) -> None:
-        """Refuses changes that a graph does not notice, and warns of those no checkpoint holds."""
+        """Rejects Python values that host hooks have changed but that a graph does not read again.
+
+        Prints a warning about all other changed values, because no checkpoint contains them.
+        """
         frozen = find_frozen_values(state, self._changes)
         for value in frozen[1:]:
             self._console.warn(str(value))
@@ -193,13 +208,16 @@ class Rehearsal:
                 hook_names.append(change.place.name)
         for hook, hook_names in names.items():
             self._console.warn(
-                f"{hook} remembers {', '.join(hook_names)} in Python, which no checkpoint holds; "
-                "keep in state what training depends on."
+                f"{hook} remembers {', '.join(hook_names)} in Python, which is not in "
+                "checkpoints; keep values that training depends on in state."
             )
 
 
 def _use(hooks: Hooks, state: State, config: Config, console: CheckConsole) -> None:
-    """Evaluates, predicts, exports and loads, as the commands do; some models only train."""
+    """Tries to evaluate, predict, export and load, as the commands do.
+
+    A model that cannot be exported is accepted, unless the project has a hook for serving.
+    """
     sets: Iterable[str] = ()
     values: dict[str, float] = {}
     if state.evaluation is not None:
@@ -217,8 +235,7 @@ def _use(hooks: Hooks, state: State, config: Config, console: CheckConsole) -> N
         if hooks.serve is not None or hooks.create_inference_model is not None:
             raise
         console.print(
-            "  this model cannot be exported, which its training does not need: "
-            f"{format_error(error)}"
+            f"  this model cannot be exported (training does not need that): {format_error(error)}"
         )
 
 
@@ -226,15 +243,16 @@ def check_traces(state: State) -> None:
     """Traces the forward and backward pass twice.
 
     Raises:
-        SetupError: the graphs are not the same.
+        SetupError: the two graphs differ.
     """
     first, second = (list(add_called_ops(_trace(state).get_operations())) for _ in range(2))
     op = find_difference(first, second)
     if op is not None:
         where = state.hooks.find_owner(read_frames(op)) or state.hooks.create_model
         raise SetupError(
-            f"{where}: draws random numbers of Python or NumPy when it is traced, once for all "
-            "steps; take those of tf.random or keras.random, or draw them with the data."
+            f"{where}: draws random numbers with Python or NumPy while it is traced, so every "
+            "step uses the same numbers; use tf.random or keras.random, or draw them in the "
+            "input pipeline."
         )
 
 

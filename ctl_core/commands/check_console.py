@@ -8,15 +8,15 @@ from ctl_core.run.console import LOG, Console
 
 
 class CheckConsole(Console):
-    """Prints what was checked, and warnings; the lines of the run itself go to its log."""
+    """Prints the results of the check, and warnings. The lines of the rehearsed run are logged."""
 
     def say(self, text: str) -> None:
-        """Writes a line of the run to its log."""
+        """Writes a line of the rehearsed run to its log."""
         LOG.info(text)
 
     def start(self, *_: Any, **__: Any) -> None:
-        """Shows no progress line."""
+        """Does nothing, because a check has no progress line."""
 
     def print(self, text: str) -> None:
-        """Prints a line."""
+        """Prints a line about the check."""
         super().say(text)

@@ -38,9 +38,9 @@ _File = Annotated[FilePath, AfterValidator(os.path.abspath)]
 # The options of commands that are not settings of a run, by name: type and declaration.
 OPTIONS: dict[str, Any] = {
     "config": (list[str] | None, declare(None, "settings file; repeat the flag for more")),
-    "continue": (bool, declare(False, "resume a run that a hook has ended (StopTraining)")),
-    "check": (bool, declare(False, "try everything once, in a temporary folder")),
-    "background": (bool, declare(False, "go on without the terminal, once a step was taken")),
+    "continue": (bool, declare(False, "resume a run that a hook ended with StopTraining")),
+    "check": (bool, declare(False, "try every hook once, in a temporary folder")),
+    "background": (bool, declare(False, "continue in the background after the first step")),
     "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),
     "checkpoint": (
         CheckpointName,
@@ -51,18 +51,19 @@ OPTIONS: dict[str, Any] = {
     "dataset": (str | None, declare(None, "which dataset, if create_eval_dataset returns several")),
     "include": (list[str] | None, declare(None, "also write this entry of the batches, as label")),
     "output": (_File | None, declare(None, "where to write; null: in the run's folder")),
-    "hook": (str | None, declare(None, "the hook to explain; null: the table of all")),
+    "hook": (str | None, declare(None, "the hook to explain; null: the list of all")),
+    "stub": (bool, declare(False, "print callbacks.py with all hooks, to begin from")),
 }
 _COMMON_SETTINGS = ("run_name", "runs_dir", "callbacks", "batch_size", "debug", "hparams")
 
 
 class Flags(NamedTuple):
-    """What a command takes.
+    """The flags of a command.
 
     Attributes:
-        text: says in a few words what the command does
-        options: names in ``OPTIONS`` of the options that are the command's own
-        settings: names of the settings of a run that it takes
+        text: a short description of the command
+        options: the names of the command's own options, which ``OPTIONS`` defines
+        settings: the names of the settings that the command has as flags
     """
 
     text: str
@@ -89,11 +90,15 @@ COMMANDS = {
     "export": Flags(
         "write a run's model for TensorFlow Serving", ("config", "checkpoint", "output")
     ),
-    "hooks": Flags("print the table of hooks, or all about one hook", ("hook",), ()),
+    "hooks": Flags(
+        "list all hooks, explain one, or print their defaults as code", ("hook", "stub"), ()
+    ),
 }
+# What a command is called with, for those that do not take the name of a run.
+_USAGES = {"train": "[--SETTING VALUE ...]", "hooks": "[HOOK] [--stub]"}
 # The settings that name the code of a run, and its mirror. A fork does not inherit them, because
-# the other run may be somebody else's: its code is not run, and nothing is sent to its mirror,
-# unless the project or a flag names them.
+# the original run may be somebody else's. Its code is not executed, and nothing is sent to its
+# mirror, unless the project or a flag names them, too.
 _NAMED_AGAIN = ("callbacks", "listener", "mirror")
 # The settings that a fork does not inherit.
 _NOT_FORKED = frozenset(
@@ -106,14 +111,14 @@ class Command:
     """A parsed command line.
 
     Attributes:
-        name: of the command
+        name: the name of the command
         config: the settings
         options: the values of the command's own options, by name
         notes: lines that tell the user which settings were ignored
         run: the folder of the run, if it exists already
-        trained_with: the setting ``callbacks`` in that run's saved config.yaml
-        names_callbacks: whether the project, a variable or a flag names the file with the hooks,
-            and not only that config.yaml
+        trained_with: the setting ``callbacks`` in the saved config.yaml of the run
+        names_callbacks: whether the user names the file with the hooks, see
+            ``Layers.name_callbacks``; otherwise, only a config.yaml may name it
     """
 
     name: str
@@ -130,7 +135,7 @@ class Origin(NamedTuple):
 
     Attributes:
         run: the folder of the run
-        is_forked: whether training begins a new run from it, instead of resuming it
+        is_forked: whether training begins a new run from this run, instead of resuming it
     """
 
     run: Path
@@ -138,12 +143,13 @@ class Origin(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """The layers of settings that a command is given.
+    """The layers of settings of a command, without the defaults and the saved settings of a run.
 
     Attributes:
         files: the settings files; later files take precedence
         above: environment variables and flags, which take precedence over the files
-        is_named: whether a flag or a variable names the files; otherwise, the file is config.yaml
+        is_named: whether a flag or an environment variable names the files; if not, the only file
+            is config.yaml
     """
 
     files: list[Layer]
@@ -151,13 +157,13 @@ class Layers(NamedTuple):
     is_named: bool
 
     def leave_out(self, names: Collection[str]) -> "Layers":
-        """Returns the layers without these settings."""
+        """Returns the layers without the settings of the given names."""
         files = [layer.leave_out(names) for layer in self.files]
         above = [layer.leave_out(names) for layer in self.above]
         return Layers(files, above, self.is_named)
 
     def name_callbacks(self) -> bool:
-        """Returns True if a flag, a variable or a named file sets ``callbacks``."""
+        """Returns True if a flag, an environment variable or a named file sets ``callbacks``."""
         naming = list(self.above)
         if self.is_named:
             naming += self.files
@@ -176,12 +182,13 @@ class Settled(NamedTuple):
 def parse_command(argv: Sequence[str]) -> Command:
     """Parses ``COMMAND [--SETTING VALUE ...]``.
 
-    The first word after a command that uses an existing run may be the run's name, and after
-    ``hooks`` the name of the hook to explain.
+    If the command uses an existing run, the first word after the command may be the name of the
+    run. After ``hooks``, it may be the name of the hook to explain.
 
     Raises:
-        SetupError: a command or setting is unknown, of the wrong type, out of range or missing.
-        SystemExit: ``--help`` was asked for and printed.
+        SetupError: the command is unknown, or a setting is unknown, of the wrong type, out of range
+            or missing.
+        SystemExit: ``--help`` was passed, and the help was printed.
     """
     command, *words = argv
     if command not in COMMANDS:
@@ -202,7 +209,8 @@ def parse_command(argv: Sequence[str]) -> Command:
     ]
     layers = Layers(files, [variables, flags], bool(named_files))
     if is_training and not options["check"]:
-        # Left out, because they can be checked only with the hyperparameters of the fetched run.
+        # Hyperparameters are left out, because they can be checked only together with those of the
+        # run, which is not fetched yet.
         fetch_run(_settle(layers.leave_out(["hparams"]), is_training).config)
     settled = _settle(layers, is_training)
     config = settled.config
@@ -248,22 +256,23 @@ def _settle(layers: Layers, is_training: bool) -> Settled:
 
 
 def _list_files_of_variable() -> list[str]:
-    """Returns the settings files that the variable ``CTL_CONFIG`` names."""
+    """Returns the settings files that the environment variable ``CTL_CONFIG`` names."""
     variable = os.environ.get(f"{ENV_PREFIX}CONFIG", "")
     return [path for path in variable.split(os.pathsep) if path]
 
 
 def _find_origin(is_training: bool, layers: Sequence[Layer]) -> Origin | None:
-    """Finds the run whose saved settings are inherited; None for a run that begins from nothing.
+    """Returns the run whose saved settings the command inherits; None if there is no such run.
 
     Args:
-        is_training: whether the command trains; all others need an existing run
-        layers: the project's settings files, variables and flags
+        is_training: whether the command trains; all other commands need an existing run
+        layers: the project's settings files, environment variables and flags
 
     Raises:
         SetupError: a setting is wrong, or the command needs a run and there is none.
     """
-    # Hyperparameters do not matter here, and can only be checked with the run's own below them.
+    # Hyperparameters are left out. They do not matter here, and can be checked only together with
+    # those of the run.
     config = resolve([layer.leave_out(["hparams"]) for layer in layers])
     runs_dir = Path(config.runs_dir)
     if not is_training:
@@ -272,15 +281,15 @@ def _find_origin(is_training: bool, layers: Sequence[Layer]) -> Origin | None:
     if config.run_name is not None and has_settings(run):
         return Origin(run)
     if config.fork:
-        with contextlib.suppress(SetupError):  # training reports that there is no such run
+        with contextlib.suppress(SetupError):  # training reports a missing run later
             return Origin(read_source("fork", config.fork, config.runs_dir).run, is_forked=True)
     return None
 
 
 def _list_not_inherited(is_training: bool, origin: Origin) -> set[str]:
-    """Returns the names of the settings that are not taken from the run's saved config.yaml."""
+    """Returns the names of the settings that are not read from the run's saved config.yaml."""
     names = {"debug"}
-    # The number of processes matters only to a training that starts these processes itself.
+    # The number of processes matters only if training starts these processes itself.
     if not is_training or "TF_CONFIG" in os.environ:
         names.add("workers")
     if origin.is_forked:
@@ -295,9 +304,9 @@ def _describe_differences(
 
     Args:
         origin: the run
-        inherited: the settings that are taken from its saved config.yaml
+        inherited: the settings that are read from the saved config.yaml of the run
         project: the settings of the project's config.yaml
-        above: variables and flags, which are used in any case
+        above: environment variables and flags, which override both files
     """
     overridden = {name for layer in above for name in flatten(layer.values)}
     saved = flatten(inherited.values)
@@ -311,31 +320,31 @@ def _describe_differences(
     ]
     if not differing:
         return []
-    # Each start saves the run's settings. Those that differed from the project's file even then
-    # came from flags, so only a file that was edited later is worth a note.
+    # Each start saves the settings of the run. If these differed from the project's file even then,
+    # the reason was a flag. A note is therefore printed only if the file was edited later.
     run_file = origin.run / CONFIG_FILE
     if not run_file.exists() or os.path.getmtime("config.yaml") <= os.path.getmtime(run_file):
         return []
     names = make_line(", ".join(sorted(differing)), 100)
     return [
-        f"{format_name(relative_path(origin.run))} keeps its own settings; config.yaml differs in "
-        f"{names}: to use it, add --config config.yaml."
+        f"{format_name(relative_path(origin.run))} keeps its own settings; config.yaml differs "
+        f"in {names}: to use its values, add --config config.yaml."
     ]
 
 
 def _describe_saved(origin: Origin, saved: Layer, others: Sequence[Layer]) -> list[str]:
-    """Returns notes on where the settings of a run come from, and which a fork leaves out.
+    """Returns notes about the settings of a run: their origin, and those that a fork leaves out.
 
     Args:
         origin: the run
-        saved: its settings
-        others: the project's settings files, variables and flags
+        saved: the saved settings of the run
+        others: the project's settings files, environment variables and flags
     """
     notes = []
     if not (origin.run / CONFIG_FILE).exists():
         notes.append(
             f"{format_name(relative_path(origin.run))} has no {CONFIG_FILE}: its settings are "
-            "those of its newest checkpoint."
+            "taken from its newest checkpoint."
         )
     if not origin.is_forked:
         return notes
@@ -344,8 +353,8 @@ def _describe_saved(origin: Origin, saved: Layer, others: Sequence[Layer]) -> li
         value = saved.values.get(name)
         if value not in (None, DEFAULT) and name not in named:
             notes.append(
-                f"fork: that run had --{name} {format_name(value)}, which this one does not use "
-                "unless you name it, too."
+                f"fork: that run used --{name} {format_name(value)}, but this one does not; to "
+                "use it here, too, pass it."
             )
     return notes
 
@@ -359,7 +368,7 @@ def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[
 
     Raises:
         SetupError: a flag is unknown or has a wrong value.
-        SystemExit: ``--help`` was asked for and printed.
+        SystemExit: ``--help`` was passed, and the help was printed.
     """
     words, hparams = _split_hparams(words)
     words = _spell_out_jit_compile(words)
@@ -385,7 +394,7 @@ def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[
 
 
 def _create_flag_source(command: str, fields: dict[str, Any]) -> Any:
-    """Creates the parser of a command's flags, which pydantic builds from these fields."""
+    """Creates the parser of a command's flags; pydantic builds it from ``fields``."""
     source: Any = CliSettingsSource(
         create_model(command, __base__=BaseSettings, **fields),
         cli_prog_name=f"python -m ctl_core {command}",
@@ -396,15 +405,15 @@ def _create_flag_source(command: str, fields: dict[str, Any]) -> Any:
         cli_parse_none_str="null",
         formatter_class=GroupedFormatter,
     )
-    run_name = "" if command == "train" else "[NAME] "
-    source.root_parser.description = describe_command(COMMANDS[command].text, ENV_PREFIX)
+    text, _, settings = COMMANDS[command]
+    source.root_parser.description = describe_command(text, ENV_PREFIX, bool(settings))
     source.root_parser.epilog = list_examples(command)
-    source.root_parser.usage = f"%(prog)s {run_name}[--SETTING VALUE ...]"
+    source.root_parser.usage = f"%(prog)s {_USAGES.get(command, '[NAME] [--SETTING VALUE ...]')}"
     return source
 
 
 def _split_hparams(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Separates the flags of hyperparameters from others; ``--hparams.a.b 3`` is {a: {b: "3"}}.
+    """Separates hyperparameters from other flags; ``--hparams.a.b 3`` becomes {a: {b: "3"}}.
 
     Raises:
         SetupError: the last flag has no value.
@@ -427,9 +436,10 @@ def _split_hparams(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _spell_out_jit_compile(words: Sequence[str]) -> list[str]:
-    """Gives ``--jit-compile`` a value where it stands alone: true, or false for its negation.
+    """Adds the value to ``--jit-compile`` and ``--no-jit-compile`` if the user left it out.
 
-    pydantic-settings has flags without a value, and flags with one, but none that is both.
+    pydantic-settings supports flags without a value and flags with a value, but no flag whose value
+    is optional.
     """
     spelled_out = []
     for word, next_word in itertools.pairwise([*words, "--"]):
@@ -442,23 +452,25 @@ def _spell_out_jit_compile(words: Sequence[str]) -> list[str]:
 
 
 def _explain_flag(text: str, names: Sequence[str]) -> str:
-    """Turns a message of argparse into one that names the wrong flag and suggests a similar one.
+    """Rewrites a message of argparse, to name the wrong flag and to suggest a similar one.
 
     Args:
-        text: the message
-        names: of the options and settings that the command takes
+        text: the message of argparse
+        names: the names of the options and settings that the command has as flags
     """
     text = text.removeprefix("error parsing CLI: ")
     unknown = re.match(r"unrecognized arguments: ([^\s=]*)", text)
     if unknown is None:
         return make_line(text.replace("one argument", "a value after it"))
     flags = ["--" + name.replace("_", "-") for name in names]
-    hint = suggest(unknown[1].replace("_", "-"), flags) or "; settings are --name value."
+    hint = suggest(unknown[1].replace("_", "-"), flags) or (
+        "; settings are passed as --name value."
+    )
     return f"there is no setting {quote(unknown[1])}{hint}"
 
 
 def find_run(runs_dir: Path, run_name: str | None) -> Path:
-    """Returns the folder of an existing run; without a name, of the newest one.
+    """Returns the folder of an existing run; without a name, the folder of the newest run.
 
     Raises:
         SetupError: there is no such run.
@@ -466,10 +478,10 @@ def find_run(runs_dir: Path, run_name: str | None) -> Path:
     runs = {path.parent.name: path.parent for path in sorted(runs_dir.glob("*/config.yaml"))}
     where = format_name(relative_path(runs_dir))
     if not runs:
-        raise SetupError(f"{where}: no run there yet; train one first.")
+        raise SetupError(f"{where}: there is no run yet; train one first.")
     if run_name is None:
         return max(runs.values(), key=lambda run: (run / "config.yaml").stat().st_mtime)
     if run_name not in runs:
         hint = suggest(run_name, runs) or f" (there: {make_line(', '.join(runs), 100)})"
-        raise SetupError(f"run_name: no run {quote(run_name)} in {where}{hint}")
+        raise SetupError(f"run_name: there is no run {quote(run_name)} in {where}{hint}")
     return runs[run_name]

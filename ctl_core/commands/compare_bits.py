@@ -1,8 +1,8 @@
-"""Compares the bits of one CPU device with those of several, for ``train --check``.
+"""Compares results on one CPU device bit by bit with those on several, for ``train --check``.
 
 A run with ``logical_replicas`` promises the same bits on any number of devices. It is not possible
 to list all ops that break this promise, such as an op that counts the devices. Therefore, two steps
-and an evaluation are run on one device and on three, with noise and batch statistics as in
+and an evaluation are run on one device and on three, with the same noise and batch statistics as in
 training.
 """
 
@@ -54,10 +54,11 @@ def compare_bits(hooks: Hooks, config: Config, console: CheckConsole) -> None:
     Args:
         hooks: the hooks of the run
         config: the settings of the run
-        console: prints what was compared
+        console: prints a summary of the comparison
 
     Raises:
-        SetupError: a value has different bits; the message names the first such value.
+        SetupError: a value has different bits on several devices; the message names the first such
+            value.
         RunError: a step or an evaluation failed.
     """
     if config.logical_replicas is None or config.logical_replicas == 1:
@@ -106,7 +107,7 @@ def find_other_bits(expected: Values, actual: Values) -> ValueKey | None:
 
     Args:
         expected: the values on one device
-        actual: the values on several devices, each of which may have its own value
+        actual: the values on several devices; a value may have an array for each device
     """
     order = [*(kind for kind in ORDER if kind is not VARIABLE), VARIABLE]
     for key in sorted(expected, key=lambda key: order.index(key[0])):
@@ -117,14 +118,14 @@ def find_other_bits(expected: Values, actual: Values) -> ValueKey | None:
 
 
 def _read_bits(value: Array) -> list[tuple[Any, ...]]:
-    """Returns the shape, the dtype and the bits of an array, or of each tensor of a ragged one."""
+    """Returns the shape, dtype and bits of an array, or of each component of a ragged tensor."""
     tensors = tf.nest.flatten(value, expand_composites=True)
     arrays = [np.asarray(tensor) for tensor in tensors]
     return [(array.shape, array.dtype, _read_bytes(array)) for array in arrays]
 
 
 def _read_bytes(array: np.ndarray) -> Any:
-    if array.dtype == object:  # texts
+    if array.dtype == object:  # an array of strings
         return array.tolist()
     return array.tobytes()
 
@@ -132,12 +133,13 @@ def _read_bytes(array: np.ndarray) -> Any:
 def _reject(state: State, key: ValueKey, devices: int) -> SetupError:
     """Returns the error for a value that has different bits on several devices."""
     kind, name = key
+    # If outputs and losses agree and a gradient differs, the cause is an op of the model.
     hook = state.hooks.create_model
-    if kind is not GRADIENT:  # if outputs and losses are equal, the model computes other gradients
+    if kind is not GRADIENT:
         hook = getattr(state.hooks, kind.hooks[-1])
     noun = f"{kind.noun} {name}".rstrip()
     return SetupError(
-        f"check: {hook}: the {noun}{describe_layer(state, name)} has other bits on {devices} "
-        "devices than on one; replace the op that depends on the number of devices, or leave out "
-        "logical_replicas."
+        f"check: {hook}: the {noun}{describe_layer(state, name)} has different bits on "
+        f"{devices} devices than on one; replace the op that depends on the number of devices, "
+        "or leave out logical_replicas."
     )

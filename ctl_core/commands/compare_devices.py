@@ -1,8 +1,8 @@
 """Compares one CPU device with three, for ``train --check``.
 
-A mistake is found without knowing its kind: a value of a training step or of an evaluation is not
-the same on one device and on three. The shares of the three devices differ in size, as those of any
-batch may that does not divide by the number of devices.
+This finds any kind of mistake that makes a value of a training step or of an evaluation differ
+between one device and three. The shares of the three devices differ in size, as they do for any
+batch size that is not divisible by the number of devices.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ DEVICES = 3
 def compare_devices(hooks: Hooks, config: Config, console: CheckConsole, by_rows: bool) -> None:
     """Compares a step and an evaluation on one device and on three.
 
-    One of the three has no rows to evaluate. With ``accumulate_steps`` one device is compared with
-    itself taking micro-batches, too, which gives warnings only.
+    In the evaluation, one of the three devices has no rows. With ``accumulate_steps``, one device
+    is also compared with one device that takes micro-batches. Differences between these two are
+    only printed as warnings.
 
     Args:
-        hooks: of the run
-        config: of the run
-        console: prints what was compared, and the differences
-        by_rows: whether replicas take rows of a batch, and not elements of the dataset
+        hooks: the hooks of the run
+        config: the settings of the run
+        console: prints a summary of the comparison, and the differences
+        by_rows: whether the share of a replica consists of rows of a batch, rather than of elements
+            of the dataset
 
     Raises:
         SetupError: a value differs; all differences were printed, the most probable cause first.
-        RunError: something could not be compared; the message says what and why.
+        RunError: a comparison was not possible; the message gives the reason.
     """
     sizes = [choose_uneven_size(config), choose_even_size(config)]
     has_fixed_model = "per_replica_batch_size" in hooks.create_model.arguments
@@ -75,7 +77,12 @@ def compare_devices(hooks: Hooks, config: Config, console: CheckConsole, by_rows
 
 
 def describe_problem(batch_size: int, problem: str) -> str:
-    """Returns the line that devices cannot be compared for a batch that they share unequally."""
+    """Returns a message for devices that cannot be compared when they share a batch unequally.
+
+    Args:
+        batch_size: the size of the batch
+        problem: the error that prevented the comparison
+    """
     return (
         f"one device cannot be compared with {DEVICES} for a batch of {batch_size}, which "
         f"{DEVICES} cannot share equally: {problem}"
@@ -83,15 +90,16 @@ def describe_problem(batch_size: int, problem: str) -> str:
 
 
 def choose_even_size(config: Config) -> int:
-    """Returns a batch size that divides by the numbers of devices and of micro-batches."""
+    """Returns a batch size that devices, and micro-batches within a device, can share equally."""
     shares = DEVICES * config.accumulate_steps
     return max(1, config.batch_size // shares) * shares
 
 
 def choose_uneven_size(config: Config) -> int:
-    """Returns a batch size that divides by neither number, with a row for each share.
+    """Returns a batch size that neither devices nor micro-batches can share equally.
 
-    It is the largest one up to the batch size of the run; if there is none, the next larger one.
+    Each share has at least one row. The result is the largest such size up to the batch size of the
+    run; if there is none, it is the smallest such size above.
     """
     divisors = {DEVICES, config.accumulate_steps} - {1}
     smallest = max(divisors) + 1
@@ -101,7 +109,7 @@ def choose_uneven_size(config: Config) -> int:
 
 
 class Comparison:
-    """The comparison of devices for one batch size."""
+    """Compares devices for one batch size."""
 
     def __init__(
         self, hooks: Hooks, config: Config, batch_size: int, console: CheckConsole
@@ -115,7 +123,7 @@ class Comparison:
         self._noisy_steps = NoisySteps.UNKNOWN
 
     def measure(self) -> None:
-        """Takes the measurements, on one device and on three."""
+        """Measures values on one device, on three, and in micro-batches if the run has them."""
         micro_batches = self._config.accumulate_steps
         self._on_one = self._measure_on(1)
         self._on_three = self._measure_on(DEVICES)
@@ -124,10 +132,11 @@ class Comparison:
             self._in_micro_batches = self._measure_on(1, micro_batches)
 
     def report(self) -> None:
-        """Prints what was compared, and all differences.
+        """Prints a summary of the comparison, and all differences.
 
         Raises:
-            SetupError: there are differences on three devices, or variables in the wrong place.
+            SetupError: values differ on three devices, or a step writes a variable that was created
+                outside of the hooks.
         """
         refuse_shared_variables(self._on_one)
         self._console.print(
@@ -166,11 +175,11 @@ class Comparison:
 
 @contextlib.contextmanager
 def open_on_devices(hooks: Hooks, config: Config, console: CheckConsole) -> Iterator[State]:
-    """Builds the state of a run on the CPU devices that the settings ask for, whatever GPUs exist.
+    """Builds the state of a run on ``virtual_devices`` CPU devices, even if there are GPUs.
 
     Args:
-        hooks: of the run
-        config: of the run
+        hooks: the hooks of the run
+        config: the settings of the run
         console: prints warnings
     """
     names = [f"CPU:{index}" for index in range(config.virtual_devices)]
@@ -185,11 +194,12 @@ def open_on_devices(hooks: Hooks, config: Config, console: CheckConsole) -> Iter
 
 
 def share_evaluation_data(state: State, evaluation_sets: dict[str, EvaluationSet]) -> None:
-    """Lets all measurements evaluate the same batches.
+    """Makes each measurement evaluate the same batches as the first measurement.
 
     Args:
-        state: of a measurement
-        evaluation_sets: the sets of the first measurement by name, which are added here
+        state: the state of the run in the current measurement
+        evaluation_sets: the evaluation sets of the first measurement by name; the first call adds
+            them
     """
     if state.evaluation is None:
         return
@@ -202,8 +212,14 @@ def share_evaluation_data(state: State, evaluation_sets: dict[str, EvaluationSet
 def repeat_data(hooks: Hooks, batch_size: int, compared_size: int) -> Hooks:
     """Returns hooks whose datasets never end, for a comparison with another batch size.
 
-    A dataset of a single batch could otherwise not fill the batches of the comparison. A hook that
-    drops the examples after the last whole batch is not asked for larger batches than in the run.
+    Otherwise, a dataset of a single batch might not fill the batches of the comparison. The hook
+    ``create_dataset`` is never passed a larger batch size than in the run, because it may drop the
+    last incomplete batch, and then there might be no batch left.
+
+    Args:
+        hooks: the hooks of the run
+        batch_size: the batch size of the run
+        compared_size: the batch size of the comparison
     """
     create_dataset = hooks.create_dataset
 
@@ -224,10 +240,10 @@ def repeat_data(hooks: Hooks, batch_size: int, compared_size: int) -> Hooks:
 
 
 def refuse_shared_variables(measurement: Measurement) -> None:
-    """Refuses a step that writes a variable that several replicas would share.
+    """Rejects a step that writes a variable that several replicas would share.
 
     Raises:
-        SetupError: the variable was made outside of the hooks, when the file was imported.
+        SetupError: the variable was created outside of the hooks, when the file was imported.
     """
     state = measurement.state
     written = set(map(id, state.recording.find_written(measurement.graph, state.strategy)))

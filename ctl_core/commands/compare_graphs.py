@@ -17,7 +17,10 @@ def describe_op(op: tf.Operation) -> tuple[str, Any]:
 
 
 def describe_with_attributes(op: tf.Operation) -> tuple[str, Any]:
-    """Returns the type of an op and its attributes, without names that each trace makes anew."""
+    """Returns the type of an op and its attributes, except those that differ in every trace.
+
+    Functions, for example, get a new name in every trace.
+    """
     attributes = {
         name: value.SerializeToString()
         for name, value in op.node_def.attr.items()
@@ -31,11 +34,11 @@ def find_difference(
     second: Iterable[tf.Operation],
     describe: Callable[[tf.Operation], tuple[str, Any]] = describe_op,
 ) -> tf.Operation | None:
-    """Returns the first op that is not the same in two graphs; None if all are.
+    """Returns the first op that differs between two graphs; None if all ops agree.
 
     Args:
-        first: the ops of a graph, in their order
-        second: the ops of the other graph
+        first: the ops of one graph, in order
+        second: the ops of the other graph, in order
         describe: returns the properties of an op that are compared
     """
     for op, counterpart in itertools.zip_longest(first, second):

@@ -29,12 +29,12 @@ LOW_PRECISION_TOLERANCE = 3e-2
 
 
 class Measurement(NamedTuple):
-    """A run on some number of devices, and its values.
+    """The state and the values of a run on a certain number of devices.
 
     Attributes:
-        state: of the run
-        graph: of a training step, with noise if there is any
-        observations: the values
+        state: the state of the run
+        graph: the graph of a training step, with noise if there is any
+        observations: the observed values
         adding_layers: the layers that call ``add_loss``
     """
 
@@ -46,13 +46,13 @@ class Measurement(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A value that is not the same on one device and elsewhere.
+    """A value that differs between one device and another measurement.
 
     Attributes:
-        kind: of the value
-        name: of the value; empty if it is the only one of its kind
-        on_one: the first number that differs, or the shape, as one device has it
-        elsewhere: the same elsewhere
+        kind: the kind of the value
+        name: the name of the value; empty if it is the only value of its kind
+        on_one: the first number that differs, or the shape, on one device
+        elsewhere: the same number, or the shape, in the other measurement
     """
 
     kind: Kind
@@ -64,8 +64,8 @@ class Difference:
 def find_differences(expected: Measurement, actual: Measurement) -> list[Difference]:
     """Returns the values that differ from those of one device, the most probable cause first.
 
-    Only the first moment at which a value differs counts. The last step is left out if something
-    differs before it, because everything differs after a wrong update.
+    For each value, only the first step in which it differs is reported. If any value differs before
+    the last step, the last step is ignored, because all values differ after a wrong update.
     """
     tolerance = TOLERANCE
     if expected.state.computed_in:
@@ -79,8 +79,8 @@ def find_differences(expected: Measurement, actual: Measurement) -> list[Differe
             break
         gradient_tolerance = tolerance
         if number > 0:
-            # Only the first step is without noise, and with equal weights. Where rounding turns a
-            # ReLU or a maximum, gradients differ by more than outputs do.
+            # Only the first step has equal weights and no noise. In later steps, rounding may flip
+            # the decision of a ReLU or a maximum, which changes gradients more than outputs.
             gradient_tolerance = 10 * tolerance
         for difference in compare_values(
             expected_values, actual_values, tolerance, gradient_tolerance
@@ -112,10 +112,11 @@ def compare_values(
 def find_pair(
     expected: Array, actual: Array, tolerance: float, least: float
 ) -> tuple[str, str] | None:
-    """Returns the first numbers that differ, or the shapes; None if they differ by rounding only.
+    """Returns the first two numbers that differ, or the two shapes; None if the arrays agree.
 
-    Rounding is up to ``tolerance`` of the largest number that is expected, or of ``least``. Of
-    ragged tensors only the shapes are compared.
+    Integers have to be equal. Other numbers agree if their difference is at most ``tolerance``
+    times the largest expected number, or times ``least`` if that is larger. For ragged tensors,
+    only the shapes are compared.
     """
     if tuple(expected.shape) != tuple(actual.shape):
         return f"shape {tuple(expected.shape)}", f"shape {tuple(actual.shape)}"
@@ -141,23 +142,28 @@ def find_largest_of_kind(values: Values, kind: Kind) -> float:
 
 
 def find_largest(array: np.ndarray) -> float:
-    """Returns the largest absolute value of an array, in which NaN counts as 0."""
+    """Returns the largest absolute value of an array; NaN counts as 0."""
     return float(np.nan_to_num(np.abs(array)).max(initial=0))
 
 
 def describe_differences(
     measurement: Measurement, differences: Iterable[Difference], where: str
 ) -> list[str]:
-    """Returns a line for each kind of difference: the hook, the values, and what to do.
+    """Returns a line for each kind of difference, with the hook, the values, and how to fix it.
 
-    The line of a value that is computed from one before it blames no hook.
+    If a kind of value is computed from another kind that differs, too, its line names no hook.
+
+    Args:
+        measurement: the measurement on one device
+        differences: the differences
+        where: describes the other measurement, for the lines
     """
     by_kind: dict[Kind, list[Difference]] = {}
     for difference in differences:
         by_kind.setdefault(difference.kind, []).append(difference)
     lines = []
     earlier: set[str] = set()
-    if GRADIENT in by_kind:  # their updates differ for the same reason
+    if GRADIENT in by_kind:  # updates differ because gradients do
         by_kind.pop(UPDATE, None)
     for kind, group in by_kind.items():
         hook = find_blamed(measurement, kind)
@@ -173,7 +179,7 @@ def describe_differences(
 
 
 def find_blamed(measurement: Measurement, kind: Kind) -> Hook:
-    """Returns the hook that is the most probable cause."""
+    """Returns the hook that is the most probable cause of a kind of difference."""
     hooks = measurement.state.hooks
     if kind is EXTRA_LOSS and measurement.adding_layers:
         return hooks.create_model
@@ -181,7 +187,7 @@ def find_blamed(measurement: Measurement, kind: Kind) -> Hook:
     leaves_loss = components.optimizers.keys() == components.unchanged_losses
     for name in kind.hooks[:-1]:
         hook: Hook = getattr(hooks, name)
-        # A grad_pre that returns the loss as it was passed it has not made it wrong.
+        # A grad_pre that returns the loss unchanged cannot be the cause.
         is_innocent = name == "grad_pre" and kind is not EXTRA_LOSS and leaves_loss
         if not hook.is_default and not is_innocent:
             return hook
@@ -189,7 +195,7 @@ def find_blamed(measurement: Measurement, kind: Kind) -> Hook:
 
 
 def describe_names(measurement: Measurement, kind: Kind, group: list[Difference]) -> str:
-    """Returns the noun and the names of some differences of one kind, such as ``the loss``."""
+    """Returns the noun of a kind, with the names of the first three values that differ."""
     state = measurement.state
     names = [
         f"{difference.name}{describe_layer(state, difference.name)}" for difference in group[:3]
@@ -206,7 +212,12 @@ def describe_names(measurement: Measurement, kind: Kind, group: list[Difference]
 
 
 def describe_layer(state: State, name: str) -> str:
-    """Returns the innermost layer that has the variable of a name; empty if there is none."""
+    """Describes the innermost layer that a variable belongs to; returns "" if there is none.
+
+    Args:
+        state: the state of the run
+        name: the name of the variable
+    """
     variable = state.recording.variables.get(name)
     if variable is None:
         return ""

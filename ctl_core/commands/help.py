@@ -1,4 +1,4 @@
-"""Formats the text of ``--help``: settings in groups, and examples."""
+"""Formats the text of ``--help``, with settings in groups and with examples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "log_seconds", "listener", "on_nan", "detect_anomaly", "stall_seconds", "profile", "debug",
     ),
 }  # fmt: skip
-# For each command, examples of arguments with descriptions.
+# Examples for each command: arguments with a description.
 EXAMPLES = {
     "train": {
         "--check": "try every hook once",
@@ -39,18 +39,29 @@ EXAMPLES = {
     },
     "predict": {"a --input images.npy": "predictions of runs/a"},
     "export": {"a --output models/a": "for TensorFlow Serving"},
+    "hooks": {
+        "grad_pre": "everything about one hook",
+        "--stub": "all hooks as code, with their defaults",
+    },
 }
 _WIDTH = 78
 
 
 class GroupedFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows flags that belong to no group, then the flags of each group of ``GROUPS``."""
+    """Shows first the flags that belong to no group, then the flags of each group of ``GROUPS``."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
 
     def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
-        """Adds the flags of an argparse group, which contains all flags."""
+        """Adds the flags of an argparse group, which contains all flags.
+
+        Defaults that mean "not set" are left out of their help.
+        """
+        actions = list(actions)
+        for action in actions:
+            for unset in (" (default: null)", " (default: False)"):
+                action.help = (action.help or "").removesuffix(unset)
         flags = {action.dest.replace("-", "_"): action for action in actions}
         grouped = {name for names in GROUPS.values() for name in names}
         super().add_arguments([action for name, action in flags.items() if name not in grouped])
@@ -67,23 +78,26 @@ def capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def describe_command(text: str, prefix: str) -> str:
+def describe_command(text: str, prefix: str, has_settings: bool) -> str:
     """Returns the description that the help of a command shows before the flags.
 
     Args:
         text: a short description of the command
         prefix: the prefix of environment variables
+        has_settings: whether the command takes settings of a run
     """
-    return textwrap.fill(
-        f"{capitalize(text)}. Settings come from the defaults, then config.yaml, then the run's "
-        f"saved settings if it exists, then the environment ({prefix}BATCH_SIZE=32), then these "
-        "flags. --hparams.NAME VALUE sets a hyperparameter of your own.",
-        _WIDTH,
-    )
+    description = f"{capitalize(text)}."
+    if has_settings:
+        description += (
+            " Settings are read from config.yaml, the saved settings of an existing run, the "
+            f"environment ({prefix}BATCH_SIZE=32) and these flags; later ones override earlier "
+            "ones. --hparams.NAME VALUE sets a hyperparameter."
+        )
+    return textwrap.fill(description, _WIDTH)
 
 
 def list_examples(command: str) -> str:
-    """Returns the examples that the help of a command ends with; "" if there are none."""
+    """Returns the examples at the end of the help of a command; "" if there are none."""
     examples = EXAMPLES.get(command, {})
     if not examples:
         return ""

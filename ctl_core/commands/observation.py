@@ -1,6 +1,6 @@
 """Observes the values of training steps and of an evaluation, for ``train --check``.
 
-The values of a run are observed on several numbers of devices, and compared in differences.py.
+The values are observed on one device and on several, and compared in differences.py.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Kind:
     """A kind of value that is compared.
 
     Attributes:
-        noun: what messages call it
-        hooks: the hooks that may be the cause; the first one that the user wrote is named,
-            otherwise the last one
-        cure: what to do
-        follows: the nouns of the kinds that such a value is computed from
+        noun: the noun for such a value in messages
+        hooks: the hooks that may be the cause of a difference; messages name the first hook that
+            the user wrote, or the last hook if the user wrote none
+        cure: how to fix a difference
+        follows: the nouns of the kinds from which such a value is computed
     """
 
     noun: str
@@ -50,25 +50,26 @@ class Kind:
 
 
 _EXCHANGE = (
-    "let replicas exchange the values it is computed from, by ctl_core.all_reduce or all_gather"
+    "let replicas exchange the values that it is computed from, with ctl_core.all_reduce or "
+    "all_gather"
 )
-_NO_SUM = f"it is no sum over the examples one by one, or is summed twice; {_EXCHANGE}"
+_NO_SUM = f"it is not a sum over examples, or it is summed twice; {_EXCHANGE}"
 _METRIC = (
-    "replicas add up its variables; if its state is no sum, give replica 0 the rows of all "
-    "replicas, by ctl_core.all_gather, and the others none"
+    "the engine adds up its variables over the replicas; if its state is not a sum, pass the "
+    "rows of all replicas to replica 0 with ctl_core.all_gather, and none to the others"
 )
 VARIABLE = Kind("variable", ("create_model",), _EXCHANGE)
 OUTPUT = Kind("output", ("create_model",), _EXCHANGE, ("variable",))
 EXTRA_LOSS = Kind(
     "extra loss",
     ("grad_pre", "create_model"),
-    "each replica counts by its rows, so it must not grow with them: return a mean over the rows, "
-    f"or {_EXCHANGE}",
+    "replicas are weighted by their numbers of rows, so it must not grow with them: return a "
+    f"mean over the rows, or {_EXCHANGE}",
     ("variable", "output"),
 )
 LOSS = Kind("loss", ("grad_pre", "create_loss"), _NO_SUM, ("variable", "output"))
 LOGGED = Kind(
-    "part of the loss", ("grad_pre",), "give it one number per example", ("variable", "output")
+    "part of the loss", ("grad_pre",), "pass it one number per example", ("variable", "output")
 )
 GRADIENT = Kind(
     "gradient",
@@ -82,25 +83,26 @@ EVAL_LOSS = Kind(
     "loss of an evaluation", ("eval_pre", "create_loss"), _NO_SUM, ("output", "extra loss", "loss")
 )
 METRIC = Kind("metric", ("metric_pre",), _METRIC, ("output",))
-# In the order in which a step computes them: a value that differs makes later ones differ.
+# The kinds, in the order in which a step computes them. If a value differs, values of later kinds
+# may differ as a result.
 ORDER = (
     VARIABLE, OUTPUT, EXTRA_LOSS, LOSS, LOGGED, GRADIENT, UPDATE, TRAIN_METRIC, EVAL_LOSS, METRIC,
 )  # fmt: skip
 
 Array: TypeAlias = np.ndarray | tf.RaggedTensor
-# A kind of value, and the name of the value.
+# The kind of a value, and its name.
 ValueKey: TypeAlias = tuple[Kind, str]
-# The values of one moment. A value has an array for each replica that may have its own, and one
-# array otherwise.
+# The values after one step, or of one evaluation. A value is a list of arrays: one array for each
+# replica if the replicas may have different values, otherwise a single array.
 Values: TypeAlias = dict[ValueKey, list[Array]]
 
 
 class Observations(NamedTuple):
-    """The values of a run on some number of devices.
+    """The values of a run on a certain number of devices.
 
     Attributes:
-        training: after a step without noise, then after each of two steps with it; after two
-            steps if steps with noise are the same
+        training: the values after each step: one step without noise, then two steps with noise; two
+            steps without noise if the run has no noise
         evaluation: the results of an evaluation
     """
 
@@ -109,19 +111,20 @@ class Observations(NamedTuple):
 
 
 class NoisySteps(enum.Enum):
-    """How steps with noise are compared; the measurement on one device finds out."""
+    """How steps with noise are compared; the measurement on one device determines this."""
 
     UNKNOWN = enum.auto()
     COMPARED = enum.auto()
-    SAME_GRAPH = enum.auto()  # nothing depends on ``training``: steps without noise are the same
-    NOT_COMPARED = enum.auto()  # noise leaves nothing to compare
+    SAME_GRAPH = enum.auto()  # noise makes no difference, because nothing depends on ``training``
+    NOT_COMPARED = enum.auto()  # each replica has its own noise, so no values can be compared
 
 
 @dataclasses.dataclass(frozen=True)
 class ExtraLossHook(Hook):
-    """``grad_pre``, with the extra loss among the logged parts of the loss.
+    """The hook ``grad_pre``, with the extra loss among the logged parts of the loss.
 
-    The two are compared separately: a difference of the extra loss is no fault of ``create_loss``.
+    Logging the extra loss makes it possible to compare it separately from the loss. If only the
+    extra loss differs, the cause is not ``create_loss``.
 
     Attributes:
         adding_layers: descriptions of the layers that have called ``add_loss``
@@ -131,7 +134,7 @@ class ExtraLossHook(Hook):
 
     @classmethod
     def wrap(cls, hook: Hook) -> ExtraLossHook:
-        """Returns the hook of the run, with the extra loss logged."""
+        """Returns a copy of the hook ``grad_pre`` of the run that logs the extra loss."""
         return cls(**{field.name: getattr(hook, field.name) for field in dataclasses.fields(Hook)})
 
     def trace(self, **values: Any) -> Any:
@@ -146,7 +149,7 @@ class ExtraLossHook(Hook):
 
 
 def log_extra_loss(objective: str, returned: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Adds the extra loss to the logged parts of what ``grad_pre`` returned for an objective."""
+    """Returns the result of ``grad_pre`` for an objective, with the extra loss as a logged part."""
     loss_per_batch, extra_loss, variables, *logged = returned
     value = cast_to_float32(tf.convert_to_tensor(extra_loss))
     parts = {**dict(*logged), name_extra_loss(objective): tf.cast(value, tf.float32)}
@@ -159,33 +162,38 @@ def name_extra_loss(objective: str) -> str:
 
 
 def find_layers(model: Model) -> Iterator[keras.Layer]:
-    """Yields the Keras layers of a model, or of what another callable encloses."""
+    """Yields the Keras layers in a model, which may be any callable that contains layers."""
     for item in walk(model):
         yield from flatten_layers(item)
 
 
 class Observer:
-    """Observes the values of steps and of an evaluation; variables are put back.
+    """Observes the values of steps and of an evaluation, and restores variables after the steps.
 
-    The data are read on: graphs that are already traced have captured the iterator.
+    The position in the data is not restored, because traced graphs have captured the iterator.
 
     Attributes:
         noisy_steps: how steps with noise are compared
-        graph: of the last step that was taken
+        graph: the graph of the last step that was taken
     """
 
     def __init__(self, state: State, noisy_steps: NoisySteps) -> None:
-        """Prepares for a run that has not begun."""
+        """Prepares to observe a run that has not begun.
+
+        Args:
+            state: the state of the run
+            noisy_steps: how steps with noise are compared; ``UNKNOWN`` in the first measurement
+        """
         self.noisy_steps = noisy_steps
         self.graph: tf.Graph | None = None
         self._state = state
         self._copies = ReplicaCopies(state.strategy, list(state.recording.variables.values()))
 
     def observe(self) -> Observations:
-        """Returns the values.
+        """Takes steps and evaluates, and returns the observed values.
 
-        Only integers are among those of steps in which each replica draws its own random numbers,
-        or normalizes its own batch.
+        If each replica draws its own random numbers in a step, or normalizes its own share of the
+        batch, only integer variables are observed.
         """
         writer = tf.summary.create_noop_writer()
         noisy = choose_functions(self._state, writer, begun=None)
@@ -224,7 +232,7 @@ class Observer:
 
 
 def has_same_graph(quiet: StepFunctions, noisy: StepFunctions) -> bool:
-    """Returns whether two functions take steps by the same ops, with the same attributes."""
+    """Returns whether the steps of two functions have the same ops with the same attributes."""
     quiet_graph = quiet.trace(FETCHES).graph
     noisy_graph = noisy.trace(FETCHES).graph
     difference = find_difference(
@@ -236,7 +244,13 @@ def has_same_graph(quiet: StepFunctions, noisy: StepFunctions) -> bool:
 
 
 def is_exact(state: State, functions: StepFunctions, quiet: bool) -> bool:
-    """Returns whether a step should compute the same on any number of devices."""
+    """Returns whether a step should compute the same values on any number of devices.
+
+    Args:
+        state: the state of the run
+        functions: the functions that take the step
+        quiet: whether the step has no noise
+    """
     if any(is_noise_of_replica(op) for op in functions.list_operations()):
         return False
     generators = set(map(id, state.recording.generators))
@@ -247,9 +261,10 @@ def is_exact(state: State, functions: StepFunctions, quiet: bool) -> bool:
 
 
 def read_variables(state: State, exact: bool) -> Iterator[tuple[ValueKey, list[Array]]]:
-    """Yields the integer variables; if exact, all variables that the forward pass writes.
+    """Yields the integer variables; if ``exact``, also all variables that the forward pass writes.
 
-    Left out are counters of the engine, of the data, of optimizers and of random generators.
+    Integer variables of the engine, the data, optimizers and random generators are left out,
+    because they are counters.
     """
     compared = set()
     if exact:
@@ -288,7 +303,7 @@ def read_step(state: State, fetched: dict[str, Any]) -> Values:
 
 
 def by_objective(value: Any) -> dict[str, Any]:
-    """Returns a fetched value by objective; a single one is under ``SINGLE_OBJECTIVE``."""
+    """Returns a fetched value by objective; a single objective is called ``SINGLE_OBJECTIVE``."""
     if isinstance(value, dict):
         return value
     return {SINGLE_OBJECTIVE: value}
@@ -297,7 +312,8 @@ def by_objective(value: Any) -> dict[str, Any]:
 def read_outputs(state: State, output: ModelOutput) -> Iterator[tuple[ValueKey, list[Array]]]:
     """Yields the parts of the output that have a row for each example.
 
-    Other parts are one value for each replica: they matter only if a loss or an update uses them.
+    Each replica computes its own value of any other part. Such a part matters only if a loss or an
+    update uses it, and these are compared as well.
     """
     for index, tensor in enumerate(tf.nest.flatten(output)):
         if not isinstance(tensor, tf.Tensor | tf.RaggedTensor) or tensor.dtype == tf.string:
@@ -313,8 +329,9 @@ def read_outputs(state: State, output: ModelOutput) -> Iterator[tuple[ValueKey, 
 def read_losses(state: State, losses: dict[str, Any], metrics: dict[str, float]) -> Values:
     """Returns the losses, extra losses, logged parts and train metrics.
 
-    Without ``batch_weight``, the extra loss is subtracted from the loss, so that a difference is
-    found in one of the two. With it, replicas count by weights that the mean does not know.
+    Without ``batch_weight``, the extra loss is subtracted from the loss, so that a difference shows
+    in only one of the two. With ``batch_weight``, this is not possible, because the logged mean of
+    the extra loss does not use the weights.
     """
     values: Values = {}
     for objective, loss in losses.items():

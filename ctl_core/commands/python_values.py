@@ -1,10 +1,11 @@
-"""Finds Python values that a host hook changes, and graphs that keep the values from before.
+"""Finds Python values that a host hook changes, and graphs that still use the old values.
 
-A number in Python that a graph hook reads becomes a constant when the graph is traced. If a host
-hook changes it later, the graph does not notice. Found are global variables, closure cells, default
-arguments and attributes of functions, attributes of the model and its layers, and ``hparams``; and
-what dicts, lists and plain objects in these places hold. Whatever is reachable only through further
-objects is not found.
+A Python number that a graph hook reads becomes a constant when the graph is traced. If a host hook
+changes the number later, the graph does not notice.
+
+The search covers global variables, closure cells, default arguments and attributes of functions,
+attributes of the model and its layers, and ``hparams``. It also covers the contents of dicts, lists
+and plain objects in these places, but not objects inside these.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ from ctl_core.model.state import State
 from ctl_core.run.errors import NOT_THE_USERS, quote, read_frames
 
 _SIMPLE = (bool, int, float, complex, str, bytes, np.generic, np.ndarray, type(None))
-_MOST_ELEMENTS = 10_000  # of an array, a list or a dict; larger ones are data
+# The maximum size of an array, a list or a dict that is searched. Larger ones are treated as data.
+_MOST_ELEMENTS = 10_000
 
 Values: TypeAlias = dict[tuple[int, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A place in Python that holds a simple value.
+    """A place in Python that contains a simple value, such as a global variable.
 
     Attributes:
-        name: as messages show it, such as ``SETTINGS['beta']``
-        owner: a closure cell, dict, list, or object with attributes
-        key: of the dict or list, or the name of the attribute
+        name: the name of the place in messages, such as ``SETTINGS['beta']``
+        owner: the closure cell, the dict, the list, or the object with attributes
+        key: the key of the dict, the index of the list, or the name of the attribute
     """
 
     name: str
@@ -53,11 +55,11 @@ class Place:
 
     @property
     def identity(self) -> tuple[int, Any]:
-        """Identifies the place among all places."""
+        """A key that is unique among all places."""
         return id(self.owner), self.key
 
     def read(self) -> Any:
-        """Returns the value."""
+        """Returns the value in this place."""
         if isinstance(self.owner, types.CellType):
             return self.owner.cell_contents
         if isinstance(self.owner, dict | list):
@@ -65,7 +67,11 @@ class Place:
         return getattr(self.owner, self.key)
 
     def write(self, value: Any) -> None:
-        """Assigns the value; an array stays the same object, which others may hold, too."""
+        """Assigns a value to this place.
+
+        If the shape and the dtype agree, an array is changed in place, because other code may refer
+        to the same array.
+        """
         present = self.read()
         are_arrays = isinstance(present, np.ndarray) and isinstance(value, np.ndarray)
         if are_arrays and present.shape == value.shape and present.dtype == value.dtype:
@@ -84,15 +90,18 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class DefaultArgument(Place):
-    """The default of a function's argument; the function is the owner, its key the argument."""
+    """The default of a function's argument.
+
+    ``owner`` is the function, and ``key`` is the name of the argument.
+    """
 
     @property
     def identity(self) -> tuple[int, Any]:
-        """Identifies the place among all places."""
+        """A key that is unique among all places."""
         return id(self.owner), ("default", self.key)
 
     def read(self) -> Any:
-        """Returns the default."""
+        """Returns the default of the argument."""
         return inspect.signature(self.owner, follow_wrapped=False).parameters[self.key].default
 
     def _assign(self, value: Any) -> None:
@@ -114,10 +123,10 @@ class Change:
 
     Attributes:
         hook: the host hook
-        place: of the value
-        is_new: whether the place held nothing before
-        old: the value before
-        new: the value afterwards
+        place: the place of the value
+        is_new: whether the place contained no simple value before
+        old: the value before the hook ran
+        new: the value after the hook ran
     """
 
     hook: Hook
@@ -135,7 +144,12 @@ class ValueWatch:
     """
 
     def __init__(self, hook: Hook, shared_places: Callable[[], Iterable[Place]]) -> None:
-        """Reads all values; ``shared_places`` lists the places that are no function's."""
+        """Reads the current values in all places.
+
+        Args:
+            hook: the host hook
+            shared_places: returns the places outside of the hook, such as those of the model
+        """
         self.hook = hook
         self._shared_places = shared_places
         self._before = {place.identity: copy_value(place.read()) for place in self._list_places()}
@@ -146,7 +160,7 @@ class ValueWatch:
         for place in self._list_places():
             new = place.read()
             is_new = place.identity not in self._before
-            if is_new and isinstance(place.owner, list):  # a list of results grows
+            if is_new and isinstance(place.owner, list):  # hooks may append results to a list
                 continue
             old = self._before.get(place.identity)
             if is_new or not are_equal(old, new):
@@ -159,19 +173,19 @@ class ValueWatch:
 
 
 def copy_value(value: Any) -> Any:
-    """Returns a simple value that a later change in place does not reach."""
+    """Copies a simple value, so that in-place changes of the original do not affect the copy."""
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def are_equal(old: Any, new: Any) -> bool:
-    """Returns whether two simple values are the same, NaN included."""
+    """Returns whether two simple values are the same; NaN is the same as NaN."""
     if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
         return old.dtype == new.dtype and old.tobytes() == new.tobytes()
     return type(old) is type(new) and repr(old) == repr(new)
 
 
 def is_simple(value: Any) -> bool:
-    """Returns whether a value is a number, a text, a small array, or a tuple of such."""
+    """Returns whether a value is a number, a string, a small array, None, or a tuple of these."""
     if isinstance(value, tuple):
         return all(map(is_simple, value))
     if isinstance(value, np.ndarray):
@@ -180,7 +194,7 @@ def is_simple(value: Any) -> bool:
 
 
 def list_function_places(function: Any) -> Iterator[Place]:
-    """Yields the places that a function reads or writes, with those of functions it calls."""
+    """Yields the places that a function, or a function that it calls, may read or write."""
     seen: dict[int, Any] = {}
     waiting = [function]
     while waiting:
@@ -204,12 +218,12 @@ def list_function_places(function: Any) -> Iterator[Place]:
 
 
 def list_places_of(function: types.FunctionType) -> Iterator[Place]:
-    """Yields the places of one function."""
+    """Yields the places of one function, without those of functions that it calls."""
     for name in list_names(function.__code__):
         if name in function.__globals__:
             yield from list_place(name, function.__globals__, name)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # it is empty
+        with contextlib.suppress(ValueError):  # the cell is empty
             yield from list_place(name, cell, None)
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     for parameter in parameters:
@@ -226,7 +240,7 @@ def list_callees(function: types.FunctionType) -> list[Any]:
     names = list_names(function.__code__)
     values = [function.__globals__[name] for name in names if name in function.__globals__]
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is empty
+        with contextlib.suppress(ValueError):  # the cell is empty
             values.append(cell.cell_contents)
     callees = [getattr(function, "__wrapped__", None), *values]
     kinds = (types.FunctionType, types.MethodType, functools.partial)
@@ -241,12 +255,12 @@ def list_names(code: types.CodeType) -> list[str]:
 
 
 def is_of_library(file_name: str) -> bool:
-    """Returns whether a source file is not the user's."""
+    """Returns whether a source file belongs to Python or a library, rather than to the user."""
     return any(folder in file_name for folder in NOT_THE_USERS)
 
 
 def list_place(name: str, owner: Any, key: Any) -> Iterator[Place]:
-    """Yields a place, or the places inside the dict, list or plain object that it holds."""
+    """Yields a place if its value is simple; otherwise, the places inside its value."""
     place = Place(name, owner, key)
     value = place.read()
     if is_simple(value):
@@ -269,7 +283,10 @@ def list_held(name: str, value: Any) -> Iterator[Place]:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Returns whether a value is an object, or a class, of the user's code."""
+    """Returns whether a value is a class of the user, or an object of such a class.
+
+    Layers, modules and functions are excluded. A ``SimpleNamespace`` is included.
+    """
     if isinstance(value, keras.Layer | tf.Module | types.ModuleType | types.FunctionType):
         return False
     kind = value if isinstance(value, type) else type(value)
@@ -282,7 +299,7 @@ def is_plain_object(value: Any) -> bool:
 
 
 def list_attributes(name: str, owner: Any) -> Iterator[Place]:
-    """Yields the attributes of an object, or of a class, that hold simple values."""
+    """Yields the attributes of an object, or of a class, that have simple values."""
     prefix = f"{name}." if name else ""
     for attribute, value in list(getattr(owner, "__dict__", {}).items()):
         if is_simple(value) and not attribute.startswith("__"):
@@ -302,7 +319,7 @@ def list_graph_places(state: State) -> list[Place]:
 
 
 def list_object_places(name: str, owner: Any) -> Iterator[Place]:
-    """Yields the places in the attributes of a model or a layer, without those of Keras."""
+    """Yields the places in the attributes of a model or a layer, except attributes of Keras."""
     for attribute, value in list(getattr(owner, "__dict__", {}).items()):
         if attribute in _list_keras_attributes():
             continue
@@ -320,11 +337,11 @@ def _list_keras_attributes() -> frozenset[str]:
 
 @dataclasses.dataclass(frozen=True)
 class FrozenValue:
-    """A changed value that a graph has as it was before.
+    """A value that was changed although a graph still uses the old value.
 
     Attributes:
         change: the change
-        reader: the hook of the graph that reads the value, and the line; None if it is in no hook
+        reader: the graph hook that reads the value, with its line; None if no hook reads it
     """
 
     change: Change
@@ -335,17 +352,17 @@ class FrozenValue:
         reader = self.reader or "the model"
         return (
             f"{change.hook}: changes {change.place.name} from {quote(change.old, 40)} to "
-            f"{quote(change.new, 40)}, but {reader} has read it when the graph was traced, so "
-            f"every step uses {quote(change.old, 40)}; make it a tf.Variable in create_model, and "
-            "assign to that."
+            f"{quote(change.new, 40)}, but {reader} read it when the graph was traced, so "
+            f"every step uses {quote(change.old, 40)}; make it a tf.Variable in create_model, "
+            "and assign to that."
         )
 
 
 def find_frozen_values(state: State, changes: Iterable[Change]) -> list[FrozenValue]:
     """Returns the changed values on which the graphs of the run depend.
 
-    For each value, graphs are traced with the old and with the new one, and compared. Nothing is
-    traced if nothing has changed.
+    For each value, the graphs are traced with the old and with the new value, and compared. Nothing
+    is traced if nothing has changed.
     """
     by_place: dict[tuple[int, Any], Change] = {}
     for change in changes:
@@ -371,7 +388,13 @@ def find_frozen_values(state: State, changes: Iterable[Change]) -> list[FrozenVa
 def _compare_with_old(
     state: State, changes: list[Change], with_new: list[tf.Operation]
 ) -> tf.Operation | None:
-    """Returns the first op that is another one if the values are the old ones."""
+    """Traces all graphs with the old values, and returns the first op that differs.
+
+    Args:
+        state: the state of the run
+        changes: the changes to undo while the graphs are traced
+        with_new: the ops of the graphs that were traced with the new values
+    """
     try:
         for change in changes:
             change.place.write(copy_value(change.old))
@@ -382,7 +405,7 @@ def _compare_with_old(
 
 
 def trace_all(state: State) -> list[tf.Operation]:
-    """Traces a step and the evaluation anew, and returns their ops."""
+    """Traces a step and the evaluation again, and returns their ops."""
     writer = tf.summary.create_noop_writer()
     functions = StepFunctions(state, writer, state.compilation.parts)
     functions.trace()

@@ -1,4 +1,4 @@
-"""Trains a run, or goes on with it: ``ctl_core.train``."""
+"""Starts or resumes the training of a run: ``ctl_core.train``."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -33,21 +33,22 @@ def train(
     note: str | None = None,
     listeners: Sequence[Listener] = (),
 ) -> State:
-    """Trains until ``config.steps`` or ``config.epochs``, from the newest checkpoint if any.
+    """Trains a run until ``config.steps`` or ``config.epochs`` is reached.
 
-    With ``mirror``, the run is first fetched from there, if the mirror has a newer checkpoint.
+    If the run has a checkpoint, training resumes from the newest one. If ``mirror`` is set and has
+    a newer checkpoint, the run is fetched from there first.
 
     Args:
         callbacks: a module, or any object, with the hooks as attributes
-        config: the settings; ``run_name`` names the run that is resumed, if it exists
-        go_on: whether to train on in a run that a hook has ended by ``StopTraining``, which
-            otherwise takes more steps than it was to take then
-        note: what is expected of the run, for its entry in training_log.md
-        listeners: hear what the run says, as does the one that the settings name
+        config: the settings of the run; if a run called ``run_name`` exists, it is resumed
+        go_on: whether to resume a run that a hook has ended with ``StopTraining``. Otherwise, such
+            a run is resumed only if it now has more steps than were planned when it was ended.
+        note: your expectations of the run, for its entry in training_log.md
+        listeners: listeners to call in addition to the listener that the settings name
 
     Returns:
         The trained state. ``stopped_by`` is set if a signal ended training early, ``ended`` if a
-        hook did, ``diverged`` if the loss of the last step is not finite.
+        hook ended training early, and ``diverged`` if the loss of the last step is not finite.
 
     Raises:
         SetupError: a setting or a hook cannot work; nothing was trained.
@@ -66,14 +67,14 @@ def train_here(
     note: str | None = None,
     listeners: Sequence[Listener] = (),
 ) -> State:
-    """Trains a run like ``train``, but does not fetch it from its mirror."""
+    """Trains a run like ``train``, but does not fetch the run from its mirror."""
     task = find_task(config)
     hooks_file = read_hooks_file(callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []
     config = settle_logical_replicas(config, find_start(config))
     run = Run(config, task, note, listeners=[*listeners, *named])
     console = Console(shown=task.chief and not is_stdout(run.path / "train.log"))
-    config = dataclasses.replace(config, run_name=run.path.name)  # also where it was made up
+    config = dataclasses.replace(config, run_name=run.path.name)  # the run may have chosen a name
     with (
         open_session(run, console),
         copy_to_mirror(config, task, run.path, run.listeners, console),

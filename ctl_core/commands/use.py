@@ -22,20 +22,20 @@ from ctl_core.run.settings import Config
 from ctl_core.session.run import Run
 from ctl_core.types import Batch, BatchSpec, Callbacks, ModelOutput
 
-# How often ``evaluate --watch`` looks for new checkpoints (seconds).
+# The interval at which ``evaluate --watch`` looks for new checkpoints (seconds).
 POLL = 1.0
-# A watched run has ended if nobody has trained it for so long (seconds). The time is enough to
-# start a training again that was killed.
+# If no process has trained a watched run for this time (seconds), the run counts as ended. The time
+# is long enough to restart training after it was killed.
 GRACE = 30.0
 
 
 class Examples(NamedTuple):
-    """The examples that predictions are made for.
+    """The examples for which to make predictions.
 
     Attributes:
-        name: of the file or of the dataset; empty for a single dataset without a name
+        name: the name of the file or of the dataset; empty for a single dataset without a name
         run: computes the model's output for a batch
-        batches: the batches
+        batches: the batches of examples
     """
 
     name: str
@@ -54,19 +54,23 @@ def evaluate(
     Args:
         callbacks: the hooks
         config: settings that name the run
-        checkpoint: its step, ``best`` or ``last``; default: the best one if kept, or the newest
-        watch: evaluates every checkpoint instead, as training saves them, until training has ended
+        checkpoint: a step, ``best`` or ``last``; default: the best one if kept, or the newest
+        watch: whether to evaluate every checkpoint that training saves, instead of a single one,
+            until training has ended
 
     Returns:
         The values by name; with ``watch``, those of the last checkpoint.
 
     Raises:
         SetupError: there is no evaluation data, or no checkpoint.
-        RunError: the evaluation has counted nothing.
+        RunError: the values have no meaning, because the number of evaluated examples, or the sum
+            of their weights, is 0.
     """
     if watch:
         if checkpoint is not None:
-            raise SetupError("watch: evaluates every checkpoint; leave out --checkpoint.")
+            raise SetupError(
+                "watch: evaluates every checkpoint, so it cannot be combined with --checkpoint."
+            )
         with open_run(callbacks, config) as (state, run, console):
             return _watch(state, run, console)
     with restore_run(callbacks, config, checkpoint) as (state, console):
@@ -80,15 +84,17 @@ def evaluate(
 
 def _evaluate(state: State) -> dict[str, float]:
     if state.evaluation is None:
-        raise SetupError("create_eval_dataset: there is none, so there is nothing to evaluate.")
+        raise SetupError(
+            "create_eval_dataset: callbacks.py does not define it, so there is nothing to evaluate."
+        )
     return state.evaluation.evaluate()  # type: ignore[no-any-return]
 
 
 def _watch(state: State, run: Run, console: Console) -> dict[str, float]:
     """Evaluates the checkpoints of a run in the order of their steps, until training has ended.
 
-    Leaves out checkpoints that an earlier watch has evaluated, and those that are deleted before
-    their turn. Writes nothing to the run but watch.jsonl and tb/watch.
+    Skips checkpoints that an earlier watch has evaluated, and checkpoints that are deleted before
+    they can be evaluated. Writes only watch.jsonl and tb/watch in the folder of the run.
 
     Returns:
         The values of the last evaluated checkpoint, or {}.
@@ -105,7 +111,8 @@ def _watch(state: State, run: Run, console: Console) -> dict[str, float]:
     while True:
         if is_run_locked(run.path):
             last_activity = time.monotonic()
-        # Decided before looking for checkpoints, so that one saved meanwhile is not missed.
+        # This is decided before looking for new checkpoints, so that a checkpoint that is saved in
+        # between is not missed.
         has_ended = time.monotonic() - last_activity > GRACE
         new_steps = set(list_saved_steps(run.ckpt)) - seen
         if new_steps:
@@ -117,9 +124,10 @@ def _watch(state: State, run: Run, console: Console) -> dict[str, float]:
             except SetupError:
                 if step in list_saved_steps(run.ckpt):
                     raise
-                continue  # the checkpoint was deleted while it was read
+                continue  # the checkpoint was deleted before it was read completely
             evaluations += 1
-            # Where files cannot be locked, new checkpoints are the only sign of training.
+            # If the file system does not support locks, only new checkpoints show that the run is
+            # being trained.
             last_activity = time.monotonic()
             console.say(f"step {step}  eval: {format_values(values)}")
             metrics.values(step, "watch", values)
@@ -145,23 +153,24 @@ def predict(
     Args:
         callbacks: the hooks
         config: settings that name the run
-        checkpoint: its step, ``best`` or ``last``; default: the best one if kept, or the newest
+        checkpoint: a step, ``best`` or ``last``; default: the best one if kept, or the newest
         input: a .npy or .npz file with the model's inputs; default: an evaluation dataset
         dataset: the name of the dataset, if ``create_eval_dataset`` returns several
-        output: the file to write; default: predictions.npz or predictions-NAME.npz in the run
-        include: entries of the batches that are written as well, row by row: keys of a dict, or
-            indices of a tuple
+        output: the file to write; default: predictions.npz or predictions-NAME.npz in the folder of
+            the run
+        include: the entries of the batches to write as well, row by row; keys of a dict, or indices
+            of a tuple
 
     Returns:
         The path of the written file.
 
     Raises:
-        SetupError: the file does not fit the model, or there is no data or no checkpoint.
+        SetupError: the input does not match the model, or there is no data or no checkpoint.
     """
     if input and dataset:
-        raise SetupError("input and dataset: give one of the two.")
+        raise SetupError("input and dataset: pass only one of the two.")
     if output and (Path(output).suffix != ".npz" or output == input):
-        raise SetupError(f"output: expected the name of another .npz file, got {output}.")
+        raise SetupError(f"output: expected the path of a new .npz file, got {output}.")
     with restore_run(callbacks, config, checkpoint) as (state, console):
         model = serving.create_inference(state)
         if input:
@@ -211,27 +220,27 @@ def _read_batches(path: Path, spec: BatchSpec, batch_size: int) -> Iterator[Batc
     """Yields the rows of a .npy or .npz file as batches of the model's inputs.
 
     Args:
-        path: of the file
+        path: the path of the file
         spec: the specification of the inputs
-        batch_size: the number of rows of each batch but the last
+        batch_size: the number of rows in each batch except the last
 
     Raises:
-        SetupError: the arrays of the file are not as the specification has them.
+        SetupError: the arrays of the file do not match the specification.
     """
     names = serving.list_input_names(spec)
     try:
         content = np.load(path)
         arrays = {"": content} if isinstance(content, np.ndarray) else dict(content)
     except ValueError as error:
-        kinds = "numbers, texts or bytes, as np.array(LIST) makes them, not of objects"
+        kinds = "numbers, strings or bytes, as np.array(LIST) creates them, but not objects"
         raise SetupError(f"input: {relative_path(path)}: expected arrays of {kinds}.") from error
-    if len(names) == len(arrays) == 1:  # then the name does not matter
+    if len(names) == len(arrays) == 1:  # a single array may have any name
         arrays = dict(zip(names, arrays.values(), strict=True))
     sizes = {len(array) for array in arrays.values() if array.ndim}
     if arrays.keys() != names.keys() or len(sizes) != 1:
         raise SetupError(
-            f"input: {relative_path(path)} holds {_list_shapes(arrays)}; expected arrays of as "
-            f"many examples each, called {', '.join(names)}."
+            f"input: {relative_path(path)} contains {_list_shapes(arrays)}; expected arrays "
+            f"with equally many examples, called {', '.join(names)}."
         )
     for start in range(0, sizes.pop(), batch_size):
         rows = slice(start, start + batch_size)
@@ -240,14 +249,14 @@ def _read_batches(path: Path, spec: BatchSpec, batch_size: int) -> Iterator[Batc
 
 
 def _choose_entries(batch: Batch, names: Sequence[str] | None) -> dict[str, tf.Tensor]:
-    """Returns entries of a batch: ``batch/label`` out of a dict, ``batch/1`` out of a tuple.
+    """Returns entries of a batch, such as ``batch/label`` of a dict or ``batch/1`` of a tuple.
 
     Args:
         batch: the batch
-        names: of the entries; a name also chooses all entries nested in it
+        names: the names of the entries; a name also chooses all entries nested in it
 
     Raises:
-        SetupError: the batch has no entry of a name.
+        SetupError: the batch has no entry with one of the names.
     """
     entries = serving.name_outputs(batch, "0", "")
     chosen: dict[str, tf.Tensor] = {}
@@ -255,23 +264,23 @@ def _choose_entries(batch: Batch, names: Sequence[str] | None) -> dict[str, tf.T
         nested = (f"{name}.", f"{name}/")
         matching = [entry for entry in entries if entry == name or entry.startswith(nested)]
         if not matching:
-            raise SetupError(f"include: expected some of {', '.join(entries)}, got {name!r}.")
+            raise SetupError(f"include: expected names from {', '.join(entries)}, got {name!r}.")
         chosen |= {f"batch/{entry}": entries[entry] for entry in matching}
     return chosen
 
 
 def _join(outputs: Iterable[Mapping[str, tf.Tensor]]) -> dict[str, np.ndarray]:
-    """Concatenates the outputs of batches, by name.
+    """Concatenates the outputs of all batches, by name.
 
-    Outputs whose other dimensions vary between batches, as those of padded sequences do, are padded
-    to the largest of them; ``NAME.lengths`` then says how long each row was along axis 1, unless a
-    ragged output has its own lengths already.
+    If the other dimensions of an output vary between batches, as they do for padded sequences, its
+    rows are padded to the largest size. ``NAME.lengths`` then contains the length of each row along
+    axis 1, unless a ragged output has its own lengths already.
     """
     collected: dict[str, list[np.ndarray]] = {}
     for output in outputs:
         for name, value in output.items():
             array = np.atleast_1d(value)
-            if array.dtype == object:  # texts, which a .npz file holds as bytes only
+            if array.dtype == object:  # a .npz file can store strings only as bytes
                 array = array.astype(bytes)
             collected.setdefault(name, []).append(array)
     joined: dict[str, np.ndarray] = {}
@@ -286,7 +295,7 @@ def _join(outputs: Iterable[Mapping[str, tf.Tensor]]) -> dict[str, np.ndarray]:
 
 
 def _pad(array: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    """Pads the rows of an array to a shape, at the end of each axis, with zeros or empty texts."""
+    """Pads the rows of an array to a shape, at the end of each axis, with 0 or empty strings."""
     missing = shape - array.shape[1:]
     widths = [(0, 0), *((0, count) for count in missing)]
     return np.pad(array, widths, constant_values=np.zeros((), array.dtype))
@@ -303,12 +312,12 @@ def export(
     Args:
         callbacks: the hooks
         config: settings that name the run
-        checkpoint: its step, ``best`` or ``last``; default: the best one if kept, or the newest
+        checkpoint: a step, ``best`` or ``last``; default: the best one if kept, or the newest
         output: the folder for all versions of the model; default: runs/NAME/export
 
     Returns:
-        The folder of the new version, such as runs/NAME/export/1. It is the next number in the
-        folder, because TensorFlow Serving loads the highest one.
+        The folder of the new version, such as runs/NAME/export/1. Its name is the next number,
+        because TensorFlow Serving loads the version with the highest number.
 
     Raises:
         SetupError: there is no checkpoint.
@@ -319,7 +328,7 @@ def export(
         folder.mkdir(exist_ok=True)
         versions = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
         path = folder / str(1 + max(versions, default=0))
-        # A number, because a served model lacks the step's variable.
+        # The step is set to a number, because a served model has no variable for the step.
         tf.summary.experimental.set_step(state.step)
         inference = serving.create_inference(state)
         with atomic_write(path) as temporary:

@@ -1,24 +1,24 @@
-"""The only package that uses private names of TensorFlow and Keras.
+"""Contains all uses of private names of TensorFlow and Keras.
 
-Import these functions from here; each module below has one subject. If a release of TensorFlow or
-Keras changes a private name, a test in tests/engine/test_compat.py fails, and its function is the
-place to mend.
+Other packages import these functions from here. Each module below covers one subject. If a release
+of TensorFlow or Keras changes a private name, a test in tests/engine/test_compat.py fails. The
+function that uses the name must then be corrected.
 
-    patches.py       replaces attributes temporarily; has no private names itself
+    patches.py       replaces attributes temporarily; uses no private names itself
     layers.py        keras.Layer: _flatten_layers, _losses, _get_call_context, __new__;
                      scale_loss_for_distribution of losses; make_function_context of tf.function
     optimizers.py    keras.Optimizer: _learning_rate, _all_reduce_sum_gradients,
                      _distribution_strategy; MultiOptimizer: _var_key, _var_to_optimizer_idx;
                      maybe_merge_call
-    randomness.py    the global state of Keras: the generator without a seed, the names of objects;
+    randomness.py    the global state of Keras: the default seed generator and the names of objects;
                      the eager context: _seed, _rng; whether ops are deterministic; the names of the
                      variables of random generators
     graphs.py        FuncGraph: _watched_variables, _get_function, _variable_creator_stack; the
                      resources that an op writes; the stack of AutoGraph; the eager context: _config
     distribution.py  which replica writes summaries; the context of an update; the resource of a
-                     writer; float and int of a DistributedVariable; how a process joins a cluster,
-                     its devices, and the texts that processes publish; how the replicas of all
-                     processes gather a tensor
+                     writer; float and int of a DistributedVariable; how a process joins a cluster
+                     and creates its devices; the strings that processes publish; how the replicas
+                     of all processes gather a tensor
     checkpoints.py   Trackable and the object graph of a checkpoint; Checkpoint: _write;
                      CheckpointManager: _max_to_keep, _checkpoint
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,

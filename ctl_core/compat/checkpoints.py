@@ -1,4 +1,4 @@
-"""Private names of checkpoints and of the objects that they hold."""
+"""Wraps private TensorFlow APIs for checkpoints and for the objects in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SavedObject(NamedTuple):
     """An object in a checkpoint.
 
     Attributes:
-        children: the positions of its children in the list of all objects, by name
+        children: the index of each child in the list of all objects, by the name of the child
         shape: the shape of the value of a variable; None for any other object
     """
 
@@ -30,9 +30,10 @@ class SavedObject(NamedTuple):
 
 
 def read_object_graph(checkpoint: str) -> list[SavedObject]:
-    """Returns the objects of a ``tf.train.Checkpoint``, given the prefix of its files.
+    """Returns the objects of a ``tf.train.Checkpoint``. The first object is the root.
 
-    The root is the first one.
+    Args:
+        checkpoint: the prefix of the checkpoint's files
     """
     reader = tf.train.load_checkpoint(checkpoint)
     graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(
@@ -54,10 +55,11 @@ def read_object_graph(checkpoint: str) -> list[SavedObject]:
 def read_variables(checkpoint: str) -> list[tuple[str, np.ndarray]]:
     """Returns the name and value of each variable of a ``tf.train.Checkpoint`` or SavedModel.
 
-    Nothing is run. A SavedModel is a program: loading it runs its initializers.
+    This function runs no code of a SavedModel. If the SavedModel were loaded instead, TensorFlow
+    would run its initializers.
 
     Args:
-        checkpoint: the prefix of the files
+        checkpoint: the prefix of the checkpoint's files
     """
     reader = tf.train.load_checkpoint(checkpoint)
     graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(
@@ -79,12 +81,12 @@ def read_max_to_keep(manager: tf.train.CheckpointManager) -> int | None:
 def hold_objects(
     manager: tf.train.CheckpointManager, checkpoint: tf.train.Checkpoint, keep_all: bool = False
 ) -> Scope:
-    """Temporarily makes a manager save another checkpoint than its own.
+    """Temporarily makes a manager save a different checkpoint object.
 
     Args:
         manager: the manager
-        checkpoint: what it saves
-        keep_all: whether it deletes no older checkpoint meanwhile
+        checkpoint: the checkpoint object that the manager saves
+        keep_all: whether the manager keeps all older checkpoints within the context
     """
     max_to_keep = None if keep_all else read_max_to_keep(manager)
     replaced: dict[str, Any] = {"_checkpoint": checkpoint, "_max_to_keep": max_to_keep}
@@ -94,10 +96,10 @@ def hold_objects(
 
 
 def write_list(manager: tf.train.CheckpointManager) -> None:
-    """Writes the file ``checkpoint`` of a manager, which lists its checkpoints.
+    """Writes the file ``checkpoint``, which lists the checkpoints of a manager.
 
-    The content is the same as TensorFlow's. A manager writes the file twice each time it saves, and
-    with 50 checkpoints TensorFlow's way takes ten times as long.
+    TensorFlow writes the same content, but with 50 checkpoints it takes ten times as long. A
+    manager writes this file twice for each checkpoint.
     """
     folder = f"{manager.directory}{os.sep}"
     text = format_checkpoint_list(
@@ -114,14 +116,14 @@ def write_list(manager: tf.train.CheckpointManager) -> None:
 class GraphCheckpoint(tf.train.Checkpoint):
     """A checkpoint that always has the same objects, so that its graph is traced only once.
 
-    TensorFlow itself walks through all objects at each write, which takes several times as long as
-    writing them.
+    By default, TensorFlow walks through all objects each time it writes a checkpoint. This takes
+    several times as long as writing the objects.
 
     Attributes:
-        children: the objects by name, in place of attributes
-        in_graph: whether to trace at all; a graph would fix the state of objects that Python
-            serializes
-        device: the device of the variables; TensorFlow writes a file for each device
+        children: the objects in the checkpoint, by name. They are not stored as attributes
+        in_graph: whether to write the checkpoint in a graph. If Python code serializes an object,
+            this must be False, because the graph would write the object's state at tracing time
+        device: the device of the variables; TensorFlow writes one file for each device
     """
 
     children: dict[str, Trackable]
@@ -131,7 +133,7 @@ class GraphCheckpoint(tf.train.Checkpoint):
 
     def __init__(self) -> None:
         super().__init__()
-        # An ordinary assignment would make the dict an object of the checkpoint.
+        # An ordinary assignment would add the dict itself to the objects in the checkpoint.
         object.__setattr__(self, "children", {})
 
     def _trackable_children(self, *args: Any, **options: Any) -> dict[str, Trackable]:
@@ -140,7 +142,7 @@ class GraphCheckpoint(tf.train.Checkpoint):
     def _write(
         self, file_prefix: str | tf.Tensor, options: tf.train.CheckpointOptions | None = None
     ) -> str | tf.Tensor:
-        """Writes the files; ``save`` of a manager and ``write`` end up here."""
+        """Writes the files. ``CheckpointManager.save`` and ``write`` both call this method."""
         if not (self.in_graph and tf.executing_eagerly()):
             return super()._write(file_prefix, options)
         if self._traced is None:
@@ -158,10 +160,10 @@ class GraphCheckpoint(tf.train.Checkpoint):
 
 
 class Node(Trackable):  # type: ignore[misc]
-    """An object of a checkpoint that has nothing but children.
+    """An object in a checkpoint that has children, but no state of its own.
 
-    The children are not attributes, because names in a loaded SavedModel can be those of
-    attributes that TensorFlow uses itself.
+    The children are not stored as attributes, because in a loaded SavedModel a child may have the
+    same name as an attribute that TensorFlow uses internally.
 
     Attributes:
         children: the children by name
@@ -175,9 +177,10 @@ class Node(Trackable):  # type: ignore[misc]
 
 
 def saves_itself(item: Trackable) -> bool:
-    """Returns whether an object of a checkpoint has state besides variables, as a table has."""
+    """Returns whether an object has state that is not a variable, such as a table's content."""
     for name in ("_serialize_to_tensors", "_gather_saveables_for_checkpoint"):
         if getattr(type(item), name) is not getattr(Trackable, name):
             return True
-    # A table of a loaded SavedModel has saveables without a method of its own.
+    # The class of a table in a loaded SavedModel overrides none of these methods, but the table has
+    # saveables.
     return bool(item._gather_saveables_for_checkpoint())

@@ -1,4 +1,4 @@
-"""Private names of tf.data: the stages of a pipeline, and the position of an iterator."""
+"""Wraps private tf.data APIs for the stages of a pipeline and the position of an iterator."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-# The classes of the stages that draw random numbers, others in each pass, and whose state is part
-# of a position.
+# The classes of stages that draw different random numbers in each pass. The saved position of an
+# iterator contains the state of these stages.
 _DRAWING_STAGES = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
 
-# Matches, in the file of a saved position, the state of each stage that draws random numbers, and
-# the state of each full cache. The state of a stage is a serialized VariantTensorDataProto, which
-# begins with a type name and metadata. The pattern cannot match the elements in a shuffle buffer,
-# such as texts of the user, because of this header and because it forbids control characters.
+# Finds the states of stages that draw random numbers, and of full caches, in the file of a saved
+# position. The state of a stage is a serialized VariantTensorDataProto, which begins with a header:
+# a type name and metadata. The pattern requires this header and excludes control characters.
+# Therefore, it cannot match an element in a shuffle buffer, such as a string of the user.
 _SAVED_DRAWS = re.compile(
     rb"""
     tensorflow::Iterator        # field 1 of the proto: the type name
@@ -32,7 +32,10 @@ _SAVED_DRAWS = re.compile(
 
 
 def read_position(iterator: tf.data.Iterator) -> tf.Tensor:
-    """Returns an iterator's position, a vector of variants, which are encoded when written."""
+    """Returns the position of an iterator.
+
+    The position is a vector of dtype variant, which is serialized when the vector is written.
+    """
     return iterator._serialize_to_tensors()["_STATE"]
 
 
@@ -42,21 +45,23 @@ def restore_position(iterator: tf.data.Iterator, position: tf.Tensor) -> None:
 
 
 def count_saved_draws(content: bytes) -> int:
-    """Returns of how many drawing stages, or full caches in memory, a position has the state.
+    """Returns the number of stages whose state a saved position contains.
+
+    Only stages that draw random numbers, and full caches in memory, are counted.
 
     Args:
-        content: the content of the file of tensors that a position was written to
+        content: the content of the file to which the position was written
     """
     return len(_SAVED_DRAWS.findall(content))
 
 
 def find_inputs(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """Returns the datasets that a dataset reads."""
+    """Returns the datasets that a dataset reads directly."""
     return list(dataset._inputs())
 
 
 def list_stages(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Yields a dataset, and all datasets that it reads, directly or not."""
+    """Yields a dataset, and all datasets that it reads directly or indirectly."""
     yield dataset
     for source in find_inputs(dataset):
         yield from list_stages(source)
@@ -68,15 +73,15 @@ def find_graphs(dataset: tf.data.Dataset) -> list[tf.Graph]:
 
 
 def stops_on_empty_dataset(stage: tf.data.Dataset) -> bool:
-    """Returns whether a stage ends with the first of its inputs that ends.
+    """Returns whether a stage ends as soon as one of its inputs ends.
 
-    Only a mixture of datasets (``sample_from_datasets``) may continue with the others.
+    Only a mixture of datasets (``sample_from_datasets``) can continue with its other inputs.
     """
     return getattr(stage, "_stop_on_empty_dataset", True) is not False
 
 
 def read_cache_file(stage: tf.data.Dataset) -> str | None:
-    """Returns the file of a cache, "" for a cache in memory; None for any other stage."""
+    """Returns the file of a cache stage, or "" for a cache in memory; None for any other stage."""
     if type(stage).__name__ != "CacheDataset":
         return None
     file_name: bytes = tf.get_static_value(tf.convert_to_tensor(stage._filename))
@@ -94,12 +99,12 @@ def is_shuffle(stage: tf.data.Dataset) -> bool:
 
 
 def draws_random_numbers(stage: tf.data.Dataset) -> bool:
-    """Returns whether a stage draws random numbers, and has a state that a position holds."""
+    """Returns whether a stage draws random numbers, and saves its state in a position."""
     return type(stage).__name__ in _DRAWING_STAGES
 
 
 def is_tuned(dataset: tf.data.Dataset) -> bool:
-    """Returns whether tf.data tunes the number of parallel calls of a stage of a pipeline."""
+    """Returns whether tf.data tunes the number of parallel calls in any stage of a pipeline."""
     for stage in list_stages(dataset):
         number = getattr(stage, "_num_parallel_calls", None)
         if number is not None and tf.get_static_value(number) == tf.data.AUTOTUNE:

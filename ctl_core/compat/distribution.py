@@ -1,4 +1,4 @@
-"""Private names of replicas, of their summaries and of joining a cluster."""
+"""Wraps private TensorFlow APIs for replicas, for their summaries, and for joining a cluster."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ctl_core.compat.patches import Scope, set_attributes, wrap_function
 
 @contextlib.contextmanager
 def enter_replica_context(replica_context: tf.distribute.ReplicaContext) -> Iterator[None]:
-    """Enters a replica context, even one that is entered already.
+    """Enters a replica context, even if this context has been entered already.
 
-    TensorFlow would also change which replica writes summaries; that stays as it is.
+    TensorFlow itself would also change which replica writes summaries. This function prevents that.
     """
     state = summary_ops_v2._summary_state
     recording = state.is_recording_distribution_strategy
@@ -54,11 +54,11 @@ def _convert_to_int(of_tensorflow: Callable[..., int] | None, variable: tf.Varia
 def enter_update(strategy: tf.distribute.Strategy, number: int) -> Iterator[None]:
     """Enters the context in which ``strategy.extended.update`` calls a function for a device.
 
-    ``update`` itself must be called for all devices at once, which no replica can do.
+    A replica cannot call ``update`` itself, because ``update`` runs for all devices at once.
 
     Args:
-        strategy: of the replica that calls this
-        number: of its device among those of this process
+        strategy: the strategy of the replica that calls this function
+        number: the index of the replica's device among the devices of this process
     """
     distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
     try:
@@ -69,10 +69,15 @@ def enter_update(strategy: tf.distribute.Strategy, number: int) -> Iterator[None
 
 
 class GraphWriter(tf.summary.SummaryWriter):
-    """A writer for the summaries of a graph, which is opened when the first one is traced."""
+    """A summary writer for a graph. It is opened when the first summary in the graph is traced."""
 
     def __init__(self, open_writer: Callable[[], tf.summary.SummaryWriter | None]) -> None:
-        """``open_writer`` returns None if the summaries are in the graph, but never written."""
+        """Stores the function that opens the writer.
+
+        Args:
+            open_writer: returns the opened writer, or None if the graph must contain the summaries
+                but this process does not write them
+        """
         self._open_writer = open_writer
 
     @functools.cached_property
@@ -84,31 +89,32 @@ class GraphWriter(tf.summary.SummaryWriter):
             return writer._resource
 
     def init(self) -> None:
-        """Does nothing: whoever opened the writer has initialized it."""
+        """Does nothing, because ``open_writer`` returns a writer that is already initialized."""
 
     def flush(self) -> None:
-        """Does nothing: whoever opened the writer flushes it."""
+        """Does nothing, because the owner of the opened writer flushes that writer."""
 
     def close(self) -> None:
-        """Does nothing: whoever opened the writer closes it."""
+        """Does nothing, because the owner of the opened writer closes that writer."""
 
 
 @contextlib.contextmanager
 def mute_other_summaries(step: tf.Tensor, replica: int | tf.Tensor | None = None) -> Iterator[None]:
     """Lets only the first replica write summaries.
 
-    TensorFlow itself decides this before the graph runs. Then the graphs of the other replicas are
-    simplified in another way, round differently, and the replicas' variables drift apart.
+    TensorFlow itself decides before the graph runs which replica writes summaries. The graphs of
+    the other replicas are then simplified differently and round differently, so that the variables
+    of the replicas drift apart. Here, the decision is part of the graph.
 
     Args:
         step: the number of the step, an integer scalar
-        replica: the number of the replica; None: of the replica that calls this
+        replica: the index of the replica; None means the replica that calls this function
     """
     if replica is None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
 
     def is_first() -> tf.Tensor:
-        # The minimum is 0, which TensorFlow cannot know.
+        # The minimum is always 0. Because TensorFlow cannot know this, it keeps the comparison.
         return tf.equal(tf.cast(replica, step.dtype), tf.minimum(step, 0))
 
     state = summary_ops_v2._summary_state
@@ -117,7 +123,13 @@ def mute_other_summaries(step: tf.Tensor, replica: int | tf.Tensor | None = None
 
 
 def cut_join(seconds: float) -> Scope:
-    """Limits how long processes that join a cluster wait for a lost one, which is an hour."""
+    """Limits how long processes that join a cluster wait for a lost process.
+
+    Without this limit, they wait for one hour.
+
+    Args:
+        seconds: the maximum time to wait (seconds)
+    """
     process_context = context.context()
 
     def configure(*args: Any, **options: Any) -> None:
@@ -145,24 +157,24 @@ def gather_from_replicas(value: tf.Tensor) -> tf.Tensor:
 
 
 def publish(key: str, text: str) -> None:
-    """Publishes a text to the other processes, through TensorFlow's coordination service.
+    """Publishes a string to the other processes through TensorFlow's coordination service.
 
     Args:
-        key: a key that no process has published yet
-        text: the text
+        key: a key under which no process has published a string yet
+        text: the string
     """
     context.context().set_config_key_value(key, text)
 
 
 def read_published(key: str, seconds: float) -> str | None:
-    """Waits for a text that a process of the cluster publishes, and returns it.
+    """Waits for a string that a process of the cluster publishes, and returns the string.
 
     Args:
-        key: the key of the text
+        key: the key under which the string is published
         seconds: the maximum time to wait (seconds)
 
     Returns:
-        The text; None if it was not published in time.
+        The string; None if no string was published in time.
     """
     try:
         text: str = context.context().get_config_key_value(key, int(1000 * seconds))
@@ -172,7 +184,7 @@ def read_published(key: str, seconds: float) -> str | None:
 
 
 def list_cpu_devices(count: int) -> Scope:
-    """Lets MultiWorkerMirroredStrategy have ``count`` replicas on a CPU, instead of one."""
+    """Makes MultiWorkerMirroredStrategy create ``count`` replicas on a CPU instead of one."""
     if count == 1:
         return contextlib.nullcontext()
 

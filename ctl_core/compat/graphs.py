@@ -1,4 +1,4 @@
-"""Private names of graphs, their functions and captures, and of the call stack of a trace."""
+"""Wraps private TensorFlow APIs for graphs, their functions and captures, and AutoGraph's stack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ctl_core.compat.patches import Scope, set_attributes
 
 
 def make_scratch_graph(name: str) -> tf.Graph:
-    """Returns a graph in which Keras creates variables outside of it, as in a tf.function.
+    """Returns a graph for tracing. As in a tf.function, Keras creates variables outside the graph.
 
     The graph has its own collections. Otherwise, the variables of replicas would be added to the
     collections of the global graph, and would stay in memory until the process ends.
@@ -22,12 +22,12 @@ def make_scratch_graph(name: str) -> tf.Graph:
 
 
 def leave_creator_scopes() -> Scope:
-    """Hides created variables from every ``tf.variable_creator_scope`` around the context."""
+    """Temporarily disables all ``tf.variable_creator_scope`` contexts around this context."""
     return set_attributes(tf.compat.v1.get_default_graph(), _variable_creator_stack=[])
 
 
 def find_captured_variables(graph: tf.Graph, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
-    """Returns the variables outside of a scratch graph that the graph uses, in order."""
+    """Returns the variables that a scratch graph captures from outside, in the order of capture."""
     components = {
         id(component.handle): component
         for variable in graph._watched_variables
@@ -37,7 +37,7 @@ def find_captured_variables(graph: tf.Graph, strategy: tf.distribute.Strategy) -
 
 
 def find_written_resources(graph: tf.Graph) -> list[tf.Tensor]:
-    """Returns the handles that a function's graph captures and does not only read."""
+    """Returns the resource handles that a function's graph captures and may write to."""
     written = set()
     for op in graph.get_operations():
         _, written_by_op = auto_control_deps_utils.get_read_write_resource_inputs(op)
@@ -53,19 +53,29 @@ def find_called_graphs(op: tf.Operation) -> list[tf.Graph]:
             names.append(attribute.func.name)
         names.extend(function.name for function in attribute.list.func)
     functions = [op.graph._get_function(name) for name in names]
-    # Functions of an older kind, as in TensorFlow's CTC loss, have no graph. They call no hooks.
+    # Functions of an older kind, such as those in TensorFlow's CTC loss, have no ``graph``. They
+    # can be left out, because they never call hooks.
     return [function.graph for function in functions if hasattr(function, "graph")]
 
 
 def add_called_ops(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
-    """Yields ops, each followed by those of the functions that it calls; each function once."""
+    """Yields ops, and after each op the ops in the functions that it calls.
+
+    If several ops call the same function, the ops in the function are yielded only once.
+    """
     return _walk_ops(operations, {})
 
 
 def _walk_ops(
     operations: Iterable[tf.Operation], visited: dict[int, tf.Graph]
 ) -> Iterator[tf.Operation]:
-    """Yields ops; ``visited`` holds graphs by id, so that no other graph gets the same id."""
+    """Yields the ops of ``add_called_ops``.
+
+    Args:
+        operations: the ops to start from
+        visited: the graphs that were visited, by id. The dict keeps the graphs alive, so that no
+            other graph can get the same id
+    """
     for op in operations:
         yield op
         for graph in find_called_graphs(op):
@@ -75,32 +85,32 @@ def _walk_ops(
 
 
 def read_translated_stack(error: BaseException) -> list[tuple[str, int]]:
-    """Returns the source lines that an exception passed through in functions of AutoGraph."""
+    """Returns the lines that an exception passed through in functions converted by AutoGraph."""
     metadata = getattr(error, "ag_error_metadata", None)
     stack = getattr(metadata, "translated_stack", ())
     return [(frame.filename, frame.lineno) for frame in reversed(stack)]
 
 
 def leave_constants_unchecked() -> Scope:
-    """Lets ``tf.debugging.enable_check_numerics`` ignore the NaN that code has written down.
+    """Makes ``tf.debugging.enable_check_numerics`` ignore constants that are NaN.
 
-    A deterministic ``sparse_softmax_cross_entropy_with_logits`` has a constant NaN, which it
-    selects only for a label that does not exist. An op that computes with a NaN is still found.
+    The deterministic version of ``sparse_softmax_cross_entropy_with_logits`` contains a NaN
+    constant, which is used only for invalid labels. An op that computes with NaN is still reported.
     """
     names = (*check_numerics_callback.SAFE_OPS, b"Const", b"BroadcastTo")
     return set_attributes(check_numerics_callback, SAFE_OPS=names)
 
 
 def keep_large_sums_whole() -> None:
-    """Keeps TensorFlow, from now on, from splitting sums of large tensors to save memory.
+    """Prevents TensorFlow from splitting sums of large tensors. The change is permanent.
 
-    In a loop of a graph, the pieces of such a sum fail with AlreadyExistsError (TensorFlow's issue
-    23780).
+    TensorFlow splits such sums to save memory. In a loop of a graph, a split sum fails with
+    AlreadyExistsError (TensorFlow's issue 23780).
     """
     process_context = context.context()
     config = process_context._config or tf.compat.v1.ConfigProto()
     rewrites = config.graph_options.rewrite_options
     rewrites.memory_optimization = rewrites.SWAPPING_HEURISTICS
     process_context._config = config
-    # TensorFlow creates these options again, from the configuration.
+    # Deletes the cached options, so that TensorFlow creates them from the new configuration.
     process_context._thread_local_data.function_call_options = None

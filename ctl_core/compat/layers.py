@@ -1,4 +1,4 @@
-"""Private names of Keras layers and losses."""
+"""Wraps private APIs of Keras layers and losses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _KERAS_NEW = vars(keras.Layer)["__new__"]
 
 
 class _ThreadState(threading.local):
-    """The state of a thread; each replica is traced in a thread of its own.
+    """The state of a thread. Each replica is traced in its own thread.
 
     Attributes:
-        training: the value of ``training`` for layers that are not passed one
-        keeps_means: whether Keras leaves means of losses undivided
-        losses: by layer the results of ``add_loss`` on this thread's replica
+        training: the value of ``training`` for layers that are called without this argument
+        keeps_means: whether Keras must not divide the mean of a loss by the number of replicas
+        losses: the losses that each layer passed to ``add_loss`` on this thread's replica
     """
 
     training: bool | None = None
@@ -48,7 +48,10 @@ def flatten_layers(model: Model) -> list[keras.Layer]:
 
 
 def read_added_losses(layer: keras.Layer) -> list[tf.Tensor]:
-    """Returns the arguments of ``add_loss`` since the model was called, for one layer itself."""
+    """Returns the losses that a layer has passed to ``add_loss`` since the model was called.
+
+    The losses of its sublayers are not included.
+    """
     return list(layer._losses or ())
 
 
@@ -56,7 +59,7 @@ def read_added_losses(layer: keras.Layer) -> list[tf.Tensor]:
 def watch_new_layers(notify: Callable[[keras.Layer], None]) -> Iterator[None]:
     """Calls a function with each layer that is created within the context.
 
-    ``__new__`` is replaced, because a subclass need not call ``__init__`` of ``keras.Layer``.
+    This replaces ``__new__``, because a subclass need not call ``__init__`` of ``keras.Layer``.
     """
     outer_new = vars(keras.Layer)["__new__"]
 
@@ -86,10 +89,10 @@ def _replace_new(new: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def run_layers(training: bool) -> Iterator[None]:
-    """Passes ``training`` to Keras layers that are called from outside of any other layer.
+    """Sets the value of ``training`` for Keras layers that are called without this argument.
 
-    A layer that is called with ``training``, or that is inside another one, keeps its own. A
-    tf.function that calls layers is traced for each value.
+    A layer inside another layer uses the value of the outer layer. A tf.function that calls layers
+    is traced once for each value of ``training``.
     """
     layers = wrap_function(keras.Layer, "_get_call_context", _get_call_context)
     functions = wrap_function(function_context, "make_function_context", _make_function_context)
@@ -111,9 +114,9 @@ def _make_function_context(of_tensorflow: Callable[..., Any], scope_type: Any = 
 def separate_losses() -> Scope:
     """Gives each replica its own list of ``add_loss`` losses, if there is more than one replica.
 
-    Replicas are traced alternately if they exchange values, as synchronized batch normalization
-    does. The next replica would clear the list of a layer, or append to it, before the first one
-    has read it.
+    Replicas are traced alternately if they exchange values, as in synchronized batch normalization.
+    If replicas shared the list of a layer, one replica would clear the list, or append to it,
+    before another replica has read its own losses.
     """
     losses = property(_get_losses, _set_losses)
     return replace_attribute(keras.Layer, "_losses", lambda _: losses)
@@ -134,8 +137,8 @@ def _set_losses(layer: keras.Layer, losses: list[tf.Tensor]) -> None:
 def run_replica(generator: keras.random.SeedGenerator | None) -> Iterator[None]:
     """Prepares this thread for the work of a replica.
 
-    ``keras.random`` draws from a generator, see ``draw_from``, and Keras does not divide the mean
-    of a loss by the number of replicas.
+    Within the context, ``keras.random`` draws from ``generator`` (see ``draw_from``), and Keras
+    does not divide the mean of a loss by the number of replicas.
     """
     means = wrap_function(keras_losses, "scale_loss_for_distribution", _scale_loss)
     with draw_from(generator), means, set_attributes(_thread, keeps_means=True):

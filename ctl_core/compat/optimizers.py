@@ -1,4 +1,4 @@
-"""Private names of Keras optimizers."""
+"""Wraps private APIs of Keras optimizers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ Reduce = Callable[[GradientsAndVariables], GradientsAndVariables]
 
 
 class _ThreadState(threading.local):
-    """The state of a thread; each replica is traced in a thread of its own.
+    """The state of a thread. Each replica is traced in its own thread.
 
     Attributes:
-        reduce: sums gradients over replicas, in place of Keras' own function
-        device: replaces the strategy in optimizers
+        reduce: a function that replaces the sum of gradients over replicas in Keras optimizers;
+            None if the sum is not replaced
+        device: the object that replaces the strategy in Keras optimizers; None if the strategy is
+            not replaced
     """
 
     reduce: Reduce | None = None
@@ -41,12 +43,15 @@ def read_rate(optimizer: Optimizer) -> Any:
 
 
 def skip_reduction() -> Scope:
-    """Keeps this thread's Keras optimizers from summing gradients, which are summed already."""
+    """Prevents Keras optimizers in this thread from summing gradients over replicas.
+
+    The gradients that the engine passes to an optimizer have been summed already.
+    """
     return _reduce_gradients_by(lambda grads_and_vars: grads_and_vars)
 
 
 def refuse_optimizers(message: str) -> Scope:
-    """Refuses to apply a Keras optimizer in this thread, with a SetupError of a message."""
+    """Makes Keras optimizers in this thread raise a SetupError when they are applied."""
 
     def refuse(_: GradientsAndVariables) -> NoReturn:
         raise SetupError(message)
@@ -56,7 +61,7 @@ def refuse_optimizers(message: str) -> Scope:
 
 @contextlib.contextmanager
 def _reduce_gradients_by(reduce: Reduce) -> Iterator[None]:
-    """Replaces how this thread's Keras optimizers, wherever they are, sum over replicas."""
+    """Makes all Keras optimizers in this thread call ``reduce`` to sum gradients over replicas."""
     method = wrap_function(
         keras.optimizers.Optimizer, "_all_reduce_sum_gradients", _all_reduce_sum_gradients
     )
@@ -78,7 +83,7 @@ class _DeviceUpdate:
     """Replaces the strategy in a Keras optimizer that updates the variables of one device."""
 
     def __init__(self, strategy: tf.distribute.Strategy, index: int) -> None:
-        """``index`` is the number of the device among those of this process."""
+        """Selects a device by its index among the devices of this process."""
         self._strategy = strategy
         self._index = index
 
@@ -93,7 +98,7 @@ class _DeviceUpdate:
         args: Sequence[Any] = (),
         group: bool = True,
     ) -> Any:
-        """Calls a function with the component of a variable on the device."""
+        """Calls a function with the component of a variable that is on the selected device."""
         component = self._strategy.experimental_local_results(variable)[self._index]
         with tf.device(component.device):
             return function(component, *args)
@@ -103,9 +108,9 @@ class _DeviceUpdate:
 def update_device(strategy: tf.distribute.Strategy, index: int) -> Iterator[None]:
     """Makes this thread's Keras optimizers update the variables of one device, and no others.
 
-    For use in ``strategy.extended.update``. By itself, a Keras optimizer lets all replicas meet
-    before it updates (``merge_call``). They cannot meet under a condition (``tf.cond``), so it
-    could neither skip an update nor average its weights at every tenth step.
+    This is used inside ``strategy.extended.update``. Normally, a Keras optimizer synchronizes all
+    replicas before an update (``merge_call``). This is impossible inside a condition (``tf.cond``),
+    so the optimizer could neither skip an update nor average its weights at every tenth step.
     """
     meeting = wrap_function(
         tf.__internal__.distribute.interim, "maybe_merge_call", _maybe_merge_call
@@ -146,10 +151,10 @@ def _apply_by_variable(
     grads: Sequence[Gradient],
     trainable_variables: Sequence[Variable] | None = None,
 ) -> None:
-    """Replaces ``MultiOptimizer.apply``: accepts the gradients of only some of its variables.
+    """Replaces ``MultiOptimizer.apply``, but accepts gradients for only some of its variables.
 
     Keras' own method requires a gradient for each variable that the optimizer was built with, even
-    for frozen ones.
+    for a frozen variable.
     """
     if trainable_variables is None or not optimizer.built:
         of_keras(optimizer, grads, trainable_variables)

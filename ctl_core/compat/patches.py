@@ -15,7 +15,7 @@ Scope: TypeAlias = contextlib.AbstractContextManager[None]
 
 @dataclasses.dataclass
 class _Patch:
-    """A replaced attribute: its original value, and how many contexts replace it at present."""
+    """The original value of a replaced attribute, and the number of contexts that replace it."""
 
     original: Any
     users: int = 0
@@ -30,13 +30,13 @@ _patches: dict[tuple[Owner, str], _Patch] = {}
 
 @contextlib.contextmanager
 def replace_attribute(owner: Owner, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces an attribute of a class or module while any thread is in such a context.
+    """Replaces an attribute of a class or module as long as any thread is inside this context.
 
     Args:
         owner: the class or module
         name: the name of the attribute
-        replace: returns the replacement for the original value, which is None if ``owner`` itself
-            does not have the attribute
+        replace: a function that returns the replacement, given the original value. The original
+            value is None if ``owner`` itself does not have the attribute
     """
     key = (owner, name)
     with _lock:
@@ -59,12 +59,13 @@ def replace_attribute(owner: Owner, name: str, replace: Callable[[Any], Any]) ->
 
 
 def wrap_function(owner: Owner, name: str, wrapper: Callable[..., Any]) -> Scope:
-    """Replaces a function, or a method, while any thread is in such a context.
+    """Replaces a function or method as long as any thread is inside this context.
 
     Args:
         owner: the module or class
         name: the name of the function
-        wrapper: is called in its place: with the original function, followed by the arguments
+        wrapper: the function that is called instead. Its arguments are the original function,
+            followed by the arguments of the call
     """
     return replace_attribute(owner, name, functools.partial(_bind_original, wrapper))
 
@@ -72,7 +73,10 @@ def wrap_function(owner: Owner, name: str, wrapper: Callable[..., Any]) -> Scope
 def _bind_original(
     wrapper: Callable[..., Any], original: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """Returns a function rather than a ``partial``, which would not become a method."""
+    """Binds the original function to a wrapper.
+
+    Returns a function, because a ``partial`` object in a class would not become a method.
+    """
 
     def call_wrapper(*args: Any, **options: Any) -> Any:
         return wrapper(original, *args, **options)
@@ -82,7 +86,7 @@ def _bind_original(
 
 @contextlib.contextmanager
 def set_attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Temporarily gives attributes of an object other values; a missing one is None afterwards."""
+    """Temporarily sets attributes of an object. A missing attribute is None afterwards."""
     before = {name: getattr(owner, name, None) for name in values}
     try:
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Private names of random numbers, of determinism and of the names that Keras gives."""
+"""Wraps private APIs for random numbers, determinism, and the names of Keras objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def is_op_determinism_enabled() -> bool:
 
 @contextlib.contextmanager
 def keep_op_determinism() -> Iterator[None]:
-    """Restores afterwards whether ops are deterministic: TensorFlow itself only switches it on."""
+    """Restores, when the context ends, whether ops are deterministic.
+
+    The public API of TensorFlow can only enable determinism, and cannot disable it again.
+    """
     before = is_op_determinism_enabled()
     try:
         yield
@@ -29,17 +32,23 @@ def keep_op_determinism() -> Iterator[None]:
 
 
 def get_seed_generator() -> keras.random.SeedGenerator | None:
-    """Returns the generator that ``keras.random`` draws from without a seed, if it has drawn."""
+    """Returns the default generator of ``keras.random``, which is used when no seed is passed.
+
+    Returns None if ``keras.random`` has not used the generator yet.
+    """
     return global_state.get_global_attribute("global_seed_generator")
 
 
 def draw_from(generator: keras.random.SeedGenerator | None) -> Scope:
-    """Makes ``keras.random`` draw from a generator, in this thread, where it gets no seed."""
+    """Makes ``keras.random`` in this thread draw from a generator if no seed is passed."""
     return set_attributes(global_state.GLOBAL_STATE_TRACKER, global_seed_generator=generator)
 
 
 def keep_op_seed() -> Scope:
-    """Undoes ``tf.random.set_seed`` afterwards: eager random ops continue as without it."""
+    """Undoes ``tf.random.set_seed`` when the context ends.
+
+    Eager random ops then continue as if the function had not been called.
+    """
     process_context = context.context()
     generator = getattr(process_context, "_rng", None)
     return set_attributes(process_context, _seed=process_context._seed, _rng=generator)
@@ -53,14 +62,15 @@ def is_keras_generator(name: str) -> bool:
 def is_tf_generator(name: str) -> bool:
     """Returns whether a variable of this name is the state of a ``tf.random.Generator``.
 
-    The name is that of a recording, such as ``create_model/StateVar``.
+    Args:
+        name: the name of the variable in a ``Recording``, such as ``create_model/StateVar``
     """
     return "/StateVar" in name
 
 
 def name_anew() -> Scope:
-    """Makes Keras name objects as in a new process; afterwards, names continue as without it.
+    """Makes Keras name objects as in a new process. Afterwards, the earlier numbering continues.
 
-    ``keras.utils.clear_session`` would reset more than names.
+    This does not call ``keras.utils.clear_session``, because it would reset more than the names.
     """
     return set_attributes(global_state.GLOBAL_STATE_TRACKER, object_name_uids=None)

@@ -13,10 +13,10 @@ TESTED = {"tensorflow": (2, 21), "keras": (3, 15)}
 
 
 def describe_untested() -> list[str]:
-    """Returns a line for each package that is newer than the version that was tested.
+    """Returns a line for each package that is newer than the newest tested version.
 
-    A newer version may have changed a private name. The line says how to test this, and which bound
-    in pyproject.toml allows the version.
+    A newer version may have changed a private name. The line explains how to test this version, and
+    which bound in pyproject.toml allows it.
     """
     lines = []
     for package, version in (("tensorflow", tf.__version__), ("keras", keras.__version__)):
@@ -26,8 +26,9 @@ def describe_untested() -> list[str]:
         if (int(match[1]), int(match[2])) <= (major, minor):
             continue
         lines.append(
-            f"{package} {version} is newer than {major}.{minor}, which this engine was tested "
-            "with; training continues. Compare weights with pytest tests/engine. In pyproject.toml,"
-            f" the bound {package}<{match[1]}.{int(match[2]) + 1} under dependencies allows it."
+            f"{package} {version} is newer than {major}.{minor}, with which this engine was "
+            "tested; training continues. To compare weights, run pytest tests/engine. To "
+            f"allow this version, change the bound in pyproject.toml to {package}<{match[1]}."
+            f"{int(match[2]) + 1}."
         )
     return lines

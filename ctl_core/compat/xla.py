@@ -1,4 +1,4 @@
-"""Wraps private names of XLA: lists the ops that it can compile for a GPU, and lowers functions."""
+"""Wraps private APIs of XLA: lists ops that can be compiled for a GPU, and lowers functions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def lower(function: Any, specs: Sequence[tf.TensorSpec], device: str) -> None:
 
     Args:
         function: a ``tf.function`` with ``jit_compile``
-        specs: the specifications of its arguments; all shapes are fixed
-        device: the device for which it is lowered
+        specs: the specifications of the function's arguments; all shapes must be fixed
+        device: the device for which the function is lowered
 
     Raises:
         Exception: the function cannot be lowered. TensorFlow raises errors of several types; the
@@ -37,6 +37,7 @@ def lower(function: Any, specs: Sequence[tf.TensorSpec], device: str) -> None:
     """
     generate = function.experimental_get_compiler_ir(*specs)
     with warnings.catch_warnings():
-        # Without the name of a device, TensorFlow would draw a random number to choose one.
+        # TensorFlow warns that ``device_name`` is deprecated. Without this argument, however, it
+        # would draw a random number in order to find a device.
         warnings.simplefilter("ignore")
         generate(stage="hlo", device_name=device)

@@ -1,1 +1,1 @@
-"""Evaluation: each example once, and no trace of it in training."""
+"""Evaluates models: each example counts exactly once, and training is not affected."""

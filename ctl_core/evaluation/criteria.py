@@ -10,21 +10,22 @@ from collections.abc import Mapping, Sequence
 from ctl_core.run.errors import SetupError, suggest
 from ctl_core.run.settings import Config
 
-# Words in the names of metrics that tell which direction is better.
+# Words in the name of a metric that show whether lower or higher values are better.
 _MINIMIZED = {"distance", "divergence", "error", "loss", "mae", "mape", "mse", "perplexity", "rmse"}
 _MAXIMIZED = {"acc", "accuracy", "auc", "dice", "f1", "iou", "precision", "r2", "recall", "score"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Criterion:
-    """Compares evaluations by a metric, for ``keep_best`` or ``early_stop``.
+    """Compares evaluations based on a metric, for the setting ``keep_best`` or ``early_stop``.
 
     Attributes:
-        key: its name in the progress of a run; a criterion with another name starts over
-        metric: the name of the value that is compared
+        key: the key of the best value in the progress of a run. If a setting changes the key, the
+            comparison starts over
+        metric: the name of the value to compare
         highest: whether the highest value is the best, rather than the lowest
         patience: the number of evaluations without a better value after which training ends; 0
-            never ends it
+            means that training never ends early
     """
 
     key: str
@@ -35,16 +36,16 @@ class Criterion:
     def judge(
         self, step: int, values: Mapping[str, float], best: dict[str, list[float]]
     ) -> str | None:
-        """Compares an evaluation with the best one so far; NaN is never better.
+        """Compares an evaluation with the best one so far. NaN is never better.
 
         Args:
             step: the step of the evaluation
             values: the values of the evaluation by name
-            best: for each criterion the best value, its step, and the number of evaluations since
-                then. It is updated.
+            best: for the key of each criterion, a list of the best value, its step, and the number
+                of evaluations since that step. The entry of this criterion is updated.
 
         Returns:
-            The reason why training ends; None if it continues.
+            The reason why training ends; None if training continues.
         """
         sign = 1 if self.highest else -1
         value = values[self.metric]
@@ -72,7 +73,8 @@ def read_criteria(config: Config, names: Sequence[str]) -> list[Criterion]:
         names: the names of the values of an evaluation
 
     Raises:
-        SetupError: a setting names no metric, or it is not clear which direction is better.
+        SetupError: a setting names an unknown metric, or the setting does not say whether higher or
+            lower values are better and the metric's name does not show it.
     """
     criteria = []
     if config.keep_best:
@@ -87,23 +89,23 @@ def read_criteria(config: Config, names: Sequence[str]) -> list[Criterion]:
 def _create_criterion(
     setting: str, metric: str, direction: list[str], patience: int, names: Sequence[str]
 ) -> Criterion:
-    """Creates a criterion; ``direction`` is empty if the setting does not give one."""
+    """Creates a criterion. ``direction`` is empty if the setting does not specify a direction."""
     if metric not in names:
         known = ", ".join(names) or "none, without create_eval_dataset"
         raise SetupError(
-            f"{setting}: no metric is called {metric!r}{suggest(metric, names)} (there: {known})"
+            f"{setting}: there is no metric {metric!r}{suggest(metric, names)} (metrics: {known})"
         )
     mode = direction[0] if direction else _guess_mode(metric)
     if mode is None:
         raise SetupError(
-            f"{setting}: say whether {metric} is better when it is higher or lower: "
-            f"{metric}:max or {metric}:min."
+            f"{setting}: it is not known whether a higher {metric} is better; write {metric}"
+            f":max or {metric}:min."
         )
     return Criterion(f"{setting}={metric}:{mode}", metric, mode == "max", patience)
 
 
 def _guess_mode(metric: str) -> str | None:
-    """Returns "min" or "max" if the name of a metric tells which is better."""
+    """Returns "min" or "max" if a metric's name shows which one is better, and None otherwise."""
     words = set(re.split(r"[/_]", metric))
     if words & _MINIMIZED:
         return "min"

@@ -1,7 +1,8 @@
-"""Evaluates a model: each example counts exactly once, and training does not notice.
+"""Evaluates a model: each example counts exactly once, and training is not affected.
 
-The variables that an evaluation writes are restored afterwards. sets.py creates the sets, step.py
-adds a batch to a set, and criteria.py compares the values of evaluations.
+The variables that an evaluation writes are restored afterwards. sets.py creates the sets of
+evaluation data, step.py adds a batch to the metrics of a set, and criteria.py compares the values
+of evaluations.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ctl_core.numerics.variables import unwrap
 from ctl_core.run.settings import Config
 from ctl_core.schedule import StepsPerCall
 
-# The most batches of a graph call; StepsPerCall learns how many take about a second.
+# The maximum number of batches in a graph call. StepsPerCall adjusts the actual number, so that a
+# call takes about a second.
 MOST_BATCHES = 100_000
 
 Sync = Callable[[LoopStatus], LoopStatus]
@@ -35,9 +37,10 @@ class Evaluation:
     """Evaluates all sets of evaluation data, each with its own graph and metrics.
 
     Attributes:
-        sets: the sets by name; a single one is under ``SINGLE_SET``
+        sets: the sets by name; a single set has the name ``SINGLE_SET``
         arrays: the results of the last evaluation that are not scalars, such as a confusion matrix
-        problem: why the values of the last evaluation mean nothing; "" if they do
+        problem: the reason why the values of the last evaluation are meaningless; "" if there is
+            none
     """
 
     def __init__(
@@ -52,7 +55,10 @@ class Evaluation:
 
     @property
     def names(self) -> list[str]:
-        """The names of the values: ``loss``, or ``NAME/loss`` if the sets have names."""
+        """The names of the values that ``evaluate`` returns.
+
+        Examples are ``loss``, or ``NAME/loss`` if the set has the name NAME.
+        """
         return [
             _name_value(set_name, name)
             for set_name, evaluation_set in self.sets.items()
@@ -69,10 +75,10 @@ class Evaluation:
         ]
 
     def trace(self) -> None:
-        """Traces the graphs without running them.
+        """Traces the graphs of all sets without running them.
 
-        Does nothing if they are traced for the layers that are frozen now. (Frozen layers have no
-        regularization losses.)
+        Does nothing if the graphs have been traced already, and the same layers were frozen then as
+        now. (Frozen layers have no regularization losses.)
         """
         frozen = read_flags(self._recording)
         if frozen == self._frozen:
@@ -85,22 +91,24 @@ class Evaluation:
             if is_logical:
                 refuse_states(self._components.hooks.create_metrics, evaluation_set.metrics)
             graph = self._trace_set(evaluation_set)
-            # Only a trace tells what else logical replicas write, each of which starts alike.
+            # Only the traced graph shows which variables besides metrics are written. Every logical
+            # replica must start with the same values of these variables, so the new graph resets
+            # them.
             if is_logical:
                 generators = set(map(id, self._components.generators.variables))
                 written = self._list_written(graph)
                 evaluation_set.written = [v for v in written if id(v) not in generators]
                 if evaluation_set.written:
                     graph = self._trace_set(evaluation_set)
-            # Only a trace tells whether hooks or layers exchange values between replicas. If they
-            # do, every step has to ask first whether each process has a batch.
+            # Only the traced graph shows whether hooks or layers exchange values between replicas.
+            # If they do, every step must check first that each process has a batch.
             if _has_collectives(graph):
                 evaluation_set.exchanges = True
                 graph = self._trace_set(evaluation_set)
             evaluation_set.copies = self._copy_written_variables(graph)
 
     def _trace_set(self, evaluation_set: EvaluationSet) -> tf.Graph:
-        """Traces the graph function of a set; returns its graph."""
+        """Traces the graph function of a set, and returns its graph."""
         evaluation_set.run_steps = define_run_steps(self._components, evaluation_set)
         return evaluation_set.run_steps.get_concrete_function().graph
 
@@ -115,22 +123,22 @@ class Evaluation:
     def _copy_written_variables(self, graph: tf.Graph) -> ReplicaCopies:
         """Creates copies of the variables that an evaluation writes and that training reads.
 
-        Metrics keep their values, so that hooks can read them after the evaluation.
+        Metrics are not copied and restored, so that hooks can read them after the evaluation.
         """
         return ReplicaCopies(self._components.strategy, self._list_written(graph))
 
     def _list_written(self, graph: tf.Graph) -> list[tf.Variable]:
-        """Returns the variables that an evaluation writes, without those of metrics."""
+        """Returns the variables that an evaluation writes, except the variables of metrics."""
         passing = {id(variable) for variable in self.list_passing_variables()}
         written = self._recording.find_written(graph, self._components.strategy)
         return [variable for variable in written if id(variable) not in passing]
 
     def _count_most_batches(self, evaluation_set: EvaluationSet) -> int:
-        """Returns the maximum number of batches of a graph call.
+        """Returns the maximum number of batches in a graph call.
 
         Within a graph call, a collective between processes requires the same shapes in each step.
-        If hooks exchange values, the shapes may change with the last batch; the shapes that logical
-        replicas exchange do not change.
+        If hooks exchange values, the last batch may change these shapes, so a graph call evaluates
+        only one batch. Logical replicas always exchange values of the same shapes.
         """
         is_logical = self._components.shape.logical_replicas is not None
         if evaluation_set.exchanges and not is_logical:
@@ -138,7 +146,7 @@ class Evaluation:
         return MOST_BATCHES
 
     def _find_problem(self, set_name: str, evaluation_set: EvaluationSet) -> str:
-        """Returns why the values of a set mean nothing; "" if they do."""
+        """Returns the reason why the values of a set are meaningless; "" if there is none."""
         counted = float(evaluation_set.examples.result())
         lacks_weight = evaluation_set.is_weighted and evaluation_set.weight == 0
         if counted > 0 and not lacks_weight:
@@ -149,30 +157,32 @@ class Evaluation:
             where = f" of the set '{set_name}'"
         if counted > 0:
             return (
-                f"{hooks.create_eval_dataset}: the sample weights of all examples{where} are 0 or "
-                "NaN, so the values of an evaluation mean nothing; return positive weights."
+                f"{hooks.create_eval_dataset}: the sample weights of all examples{where} are 0 "
+                "or NaN, so the values of an evaluation are meaningless; return positive "
+                "weights."
             )
         if hooks.batch_weight is not None:
             return (
                 f"{hooks.batch_weight}: the weights of all batches{where} add up to {counted:g}, "
-                "so an evaluation has no mean loss; return what each batch counts."
+                "so an evaluation has no mean loss; return the weight of each batch."
             )
         return (
-            f"{hooks.create_eval_dataset}: an evaluation{where} counts {counted:g} examples, so "
-            "its values mean nothing; return a dataset with examples."
+            f"{hooks.create_eval_dataset}: an evaluation{where} has {counted:g} examples, so "
+            "its values are meaningless; return a dataset with examples."
         )
 
     def evaluate(self, sync: Sync = lambda status: status) -> dict[str, float] | None:
         """Evaluates each set of evaluation data once.
 
         Args:
-            sync: is called about once a second, and in a cluster returns what all processes agree
-                on; a signal in the returned status ends the evaluation early
+            sync: a function that is called about once a second. In a cluster, it returns the status
+                that all processes agree on. A signal in this status ends the evaluation early
 
         Returns:
-            The values that ``names`` lists. A loss is the mean over the examples, or over the
-            weights of batches. None if the evaluation ended early. If nothing was counted,
-            ``problem`` says so.
+            The values by the names in ``names``, or None if the evaluation ended early. A loss is
+            the sum over all examples, divided by the number of examples. If the user has defined
+            ``batch_weight``, it is divided by the sum of the weights of the batches instead. If
+            this divisor is not positive, ``problem`` explains why.
         """
         self.trace()
         self.problem = ""
@@ -197,7 +207,7 @@ class Evaluation:
 
 
 def _name_value(set_name: str, name: str) -> str:
-    """Returns ``loss`` for the loss of a single set, ``NAME/loss`` for that of a set NAME."""
+    """Returns the full name of a value: ``loss`` in a single set, ``NAME/loss`` in a set NAME."""
     if set_name == SINGLE_SET:
         return name
     return f"{set_name}/{name}"
@@ -210,12 +220,15 @@ def _has_collectives(graph: tf.Graph) -> bool:
 
 
 def add_all_batches(evaluation_set: EvaluationSet, sync: Sync, most: int) -> bool:
-    """Resets the metrics and sums of a set, and adds all batches; returns False if it ended early.
+    """Resets the metrics and sums of a set, and adds all batches of the set to them.
 
     Args:
         evaluation_set: the set
         sync: see ``Evaluation.evaluate``
-        most: the maximum number of batches of a graph call
+        most: the maximum number of batches in a graph call
+
+    Returns:
+        True if all batches were added; False if a signal ended the evaluation early.
     """
     assert evaluation_set.run_steps is not None
     for metric in evaluation_set.accumulators:
@@ -247,20 +260,20 @@ def _read_mean_loss(evaluation_set: EvaluationSet) -> float:
 def create_evaluation(
     components: Components, config: Config, recording: Recording
 ) -> Evaluation | None:
-    """Creates the evaluation by ``create_eval_dataset`` and ``create_metrics``.
+    """Creates the evaluation from the hooks ``create_eval_dataset`` and ``create_metrics``.
 
     Returns:
-        The evaluation, or None without ``create_eval_dataset``.
+        The evaluation, or None if the user has not defined ``create_eval_dataset``.
 
     Raises:
-        SetupError: a hook returned data that cannot be evaluated, or there is an ``after_eval``
-            without evaluation data.
+        SetupError: a hook returned data that cannot be evaluated, or the user has defined
+            ``after_eval`` but not ``create_eval_dataset``.
     """
     hooks = components.hooks
     if hooks.create_eval_dataset is None:
         if hooks.after_eval:
             raise hooks.after_eval[0].reject(
-                "there is no evaluation that it could run after; write create_eval_dataset."
+                "there is no evaluation after which it could run; write create_eval_dataset."
             )
         return None
     data = EvaluationData(components, config, hooks.create_eval_dataset)

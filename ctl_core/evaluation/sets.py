@@ -23,7 +23,7 @@ from ctl_core.run.listeners import FILE, RESERVED
 from ctl_core.run.settings import Config
 from ctl_core.types import BatchSpec, GraphFunction
 
-# The name of the evaluation data if ``create_eval_dataset`` returns no dict.
+# The name of the set if ``create_eval_dataset`` returns a single dataset instead of a dict.
 SINGLE_SET = ""
 
 
@@ -32,19 +32,24 @@ class EvaluationSet:
     """A set of evaluation data with its metrics, and the graph function that updates them.
 
     Attributes:
-        make: returns the dataset, which has the same elements in the same order each time
-        spec: the specification of its elements
-        metrics: the metrics of ``create_metrics`` by name
+        make: a function that returns the dataset, with the same elements in the same order at each
+            call
+        spec: the specification of the dataset's elements
+        metrics: the metrics that ``create_metrics`` returned, by name
         total: the sum of the losses, in float64
-        examples: the divisor of the loss: the number of examples, or their weight, in float64
+        examples: the number of examples, or the sum of the weights of batches, in float64. The sum
+            of the losses is divided by this number
         exchanges: whether replicas exchange values while they evaluate a batch
-        run_steps: evaluates batches, see ``define_run_steps``; None before it is traced
+        run_steps: the graph function that evaluates batches, see ``define_run_steps``; None before
+            it is traced
         copies: copies of the variables that the evaluation writes; None before it is traced
         batches: the number of batches; None if there are no logical replicas
-        written: the other variables that logical replicas write
+        written: the variables that logical replicas write, except those of metrics and of random
+            generators
         names: the names of the metrics' values; empty before the metrics are built
         is_weighted: whether ``eval_pre`` multiplies the loss by the sample weights of the batch
-        weight: the sum of the absolute sample weights in the last evaluation, if it is weighted
+        weight: the sum of the absolute sample weights in the last evaluation; 0 if ``is_weighted``
+            is False
     """
 
     make: Callable[[], tf.data.Dataset]
@@ -70,7 +75,7 @@ class EvaluationSet:
 
     @property
     def sums(self) -> list[keras.Metric]:
-        """The metrics and sums that logical replicas add to."""
+        """The metrics and sums to which logical replicas add their results."""
         return [*self.metrics.values(), self.total, self.examples]
 
 
@@ -82,9 +87,12 @@ def find_wrong_name(metrics: dict[str, keras.Metric]) -> str | None:
     names_by_metric: dict[int, str] = {}
     for name, metric in metrics.items():
         if not name or not name.isprintable():
-            return f"names a metric {name!r}; give it a name of printable characters."
+            return f"names a metric {name!r}; use printable characters only."
         if name in RESERVED:
-            return f"names a metric '{name}', which each line of {FILE} has; give it another name."
+            return (
+                f"names a metric '{name}', which is a key of each line of {FILE}; choose "
+                "another name."
+            )
         other = names_by_metric.setdefault(id(metric), name)
         if other != name:
             return f"returned one metric as '{other}' and as '{name}'; create one for each name."
@@ -95,7 +103,7 @@ class EvaluationData:
     """Reads the evaluation data of ``create_eval_dataset``."""
 
     def __init__(self, components: Components, config: Config, hook: Hook) -> None:
-        """Prepares the reading.
+        """Stores the arguments, and chooses the batch size of evaluations.
 
         Args:
             components: the components of a step
@@ -111,7 +119,7 @@ class EvaluationData:
         """Calls ``create_eval_dataset``, with the same seed each time.
 
         Returns:
-            The datasets, or other objects to read, by name; a single one has the name
+            The datasets or readers by name. If the hook returns only one, it has the name
             ``SINGLE_SET``.
         """
         size = self._batch_size
@@ -125,7 +133,12 @@ class EvaluationData:
         return {SINGLE_SET: returned}
 
     def create_set(self, name: str, returned: Any) -> EvaluationSet:
-        """Creates the set of a dataset, or of another object, that the hook returned."""
+        """Creates the set for a dataset or reader that the hook returned.
+
+        Args:
+            name: the name of the set
+            returned: the dataset or reader
+        """
         hook = self._hook
         if name != SINGLE_SET:
             hook = dataclasses.replace(hook, name=f"{hook.name}['{name}']")
@@ -140,7 +153,7 @@ class EvaluationData:
         is_shuffled = any(map(is_shuffle, list_stages(dataset)))
 
         def make() -> tf.data.Dataset:
-            if is_shuffled:  # a second pass over the same dataset would have another order
+            if is_shuffled:  # a second pass over a shuffled dataset would have another order
                 return self._prepare(hook, self.call_hook()[name])
             return dataset
 
@@ -157,7 +170,7 @@ class EvaluationData:
         return EvaluationSet(make, dataset.element_spec, metrics, total, examples, batches=batches)
 
     def _prepare(self, hook: Hook, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns one pass over a dataset in global batches.
+        """Returns a dataset of one pass in global batches.
 
         Raises:
             SetupError: the dataset is endless.

@@ -1,7 +1,7 @@
 """Adds a batch of an evaluation to the metrics and sums of its set, in a graph.
 
-Replicas take the same shares of a batch as in training. A replica without rows of the last batch
-computes on a placeholder, whose results are ignored.
+A batch is divided among the replicas as in training. If the last batch has no rows for a replica,
+the replica computes on a placeholder, and its results are ignored.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from ctl_core.types import Batch, Count, GraphFunction, PerReplica
 
 
 class EvaluationProgress(NamedTuple):
-    """The progress of the steps of a graph call.
+    """The progress of an evaluation within a graph call.
 
     Attributes:
         has_more: whether there may be more batches, a bool scalar
-        digest: a checksum of the batches, an int64 scalar, which is the same on all processes if
-            they read the same data; 0 if there is a single process
-        weight: the sum of the absolute sample weights, without NaN, a float64 scalar
+        digest: a checksum of the batches, an int64 scalar. It is the same on all processes if they
+            read the same data, and 0 if there is a single process
+        weight: the sum of the absolute sample weights, in which NaN counts as 0, a float64 scalar
     """
 
     has_more: tf.Tensor
@@ -57,8 +57,8 @@ class EvaluationProgress(NamedTuple):
 def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> GraphFunction:
     """Returns a graph function that adds batches to the metrics and sums of a set.
 
-    Its arguments are an iterator, and the maximum number of batches to add, an int64 scalar. It
-    returns an ``EvaluationProgress``.
+    The graph function takes an iterator, and the maximum number of batches to add, an int64 scalar.
+    It returns an ``EvaluationProgress``.
     """
     step = EvaluationStep(components, evaluation_set)
     iterator_spec = tf.data.IteratorSpec(evaluation_set.spec)
@@ -72,7 +72,7 @@ def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> G
             return done + 1, step.take(iterator, progress)
 
         digest = tf.constant(0, tf.int64)
-        if step.has_peers:  # another start makes the checksum cover other rows
+        if step.has_peers:  # a different start value makes the checksum cover different rows
             digest = tf.identity(components.step_variable)
         start = EvaluationProgress(tf.constant(True), digest, tf.constant(0.0, tf.float64))
         _, progress = tf.while_loop(
@@ -100,17 +100,21 @@ class EvaluationStep:
         self._seed_generator = get_seed_generator()
 
     def take(self, iterator: tf.data.Iterator, progress: EvaluationProgress) -> EvaluationProgress:
-        """Draws a batch, if there is one, and adds it.
+        """Draws a batch, if there is one, and adds it to the metrics and sums.
 
         Args:
-            iterator: reads the batches
+            iterator: the iterator over the batches
             progress: the progress after the previous step
+
+        Returns:
+            The progress after this step.
         """
         drawn = iterator.get_next_as_optional()
         has_batch = drawn.has_value()
 
         def stop() -> EvaluationProgress:
-            # If only some processes have a batch, their checksums differ, which is reported.
+            # If only some processes have a batch, their checksums differ after this addition, and
+            # the caller reports the difference.
             digest = progress.digest + tf.cast(has_batch, tf.int64)
             return progress._replace(has_more=tf.constant(False), digest=digest)
 
@@ -121,10 +125,11 @@ class EvaluationStep:
         )
 
     def _have_all(self, has_batch: tf.Tensor) -> tf.Tensor:
-        """Returns whether a batch can be added: whether there is one, on this process or on all.
+        """Returns whether the next batch can be added.
 
-        If the processes exchange values in a step, all of them need a batch. Otherwise, a process
-        with a batch would wait forever for a process without one.
+        If the processes exchange values in a step, every process must have a batch, because a
+        process with a batch would wait forever for a process without one. If they do not exchange
+        values, it is sufficient that this process has a batch.
         """
         if not (self._set.exchanges and self.has_peers):
             return has_batch
@@ -152,14 +157,17 @@ class EvaluationStep:
         return progress._replace(weight=progress.weight + size)
 
     def _add_replicas(self, batch: Batch) -> None:
-        """Adds the shares of the replicas of this process, each on its replica."""
+        """Adds the shares of this process's replicas, each on its own replica."""
         strategy = self._components.strategy
         first = find_first_replica(strategy)
         shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
         strategy.run(self._add_share, args=tuple(distribute_shares(strategy, shares)))
 
     def _add_logical_replicas(self, batch: Batch) -> None:
-        """Adds the shares of all logical replicas, along a tree that is the same on any devices."""
+        """Adds the results of all logical replicas.
+
+        The results are summed along a tree that is the same for any number of devices.
+        """
         components = self._components
         strategy = components.strategy
         leaf_sum = LeafSum(components.shape.shares, components.shape.replicas)
@@ -187,7 +195,7 @@ class EvaluationStep:
     def _define_leaf(
         self, batch: Batch, sums: list[tf.Variable]
     ) -> Callable[[tf.Tensor], LeafResult]:
-        """Returns the function that computes a logical replica's share of a batch on a device.
+        """Returns a function that evaluates a logical replica's share of a batch on a device.
 
         Args:
             batch: the global batch
@@ -219,7 +227,11 @@ class EvaluationStep:
         return compute
 
     def _take_share(self, batch: Batch, replica: Count) -> Share:
-        """Returns the share of a replica; the first one takes a batch that is itself a share."""
+        """Returns the share of a replica.
+
+        If each element of the dataset is a share, the first replica evaluates the element, and the
+        other replicas have no rows.
+        """
         shape = self._components.shape
         replicas = shape.logical_replicas or shape.replicas
         if shape.by_rows or replicas == 1:
@@ -234,8 +246,8 @@ class EvaluationStep:
         present: tf.Tensor | None,
         together: tf.Tensor | None,
     ) -> None:
-        """Adds the share of one replica, on that replica; see ``batches.Share``."""
-        if present is not None:  # the result of a tf.cond has no device, which a reduction needs
+        """Adds the share of one replica, on that replica. For the arguments, see ``Share``."""
+        if present is not None:  # the result of a tf.cond has no device, but reductions need one
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
         def find_offset() -> tf.Tensor:
@@ -251,10 +263,10 @@ class EvaluationStep:
 
 
 def count_replicas_with_batch(has_batch: tf.Tensor) -> tf.Tensor:
-    """Returns how many replicas have a batch; runs on one replica.
+    """Returns the number of replicas that have a batch. Every replica must call this function.
 
     Args:
-        has_batch: whether this replica has one, a bool scalar
+        has_batch: whether this replica has a batch, a bool scalar
     """
     return all_reduce(tf.cast(has_batch, tf.int64))
 
@@ -271,8 +283,8 @@ def add_batch(
         context: the context of the evaluation
         evaluation_set: the set to which the batch belongs
         batch: the batch, or a placeholder, whose results are ignored
-        present: whether the batch is real rather than a placeholder, a bool scalar; None if it is
-            certainly real
+        present: whether the batch is real rather than a placeholder, a bool scalar; None if no
+            batch is a placeholder
     """
     hooks = context.hooks
     components = context.components

@@ -1,7 +1,7 @@
-"""Writes what TensorBoard shows of a run.
+"""Writes the data that TensorBoard shows for a run.
 
-That is the reported values, the summaries of hooks, the settings on the HParams page, the speed of
-training, and profiles.
+These are the reported values, the summaries of hooks, the settings on the HParams page, the speed
+of training, and profiles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ctl_core.run.listeners import Listener, find_changes
 if TYPE_CHECKING:
     from ctl_core.model.state import State
 
-# The fewest seconds between two measurements of the speed.
+# The minimum time between two measurements of the training speed (seconds).
 PAUSE = 0.1
 
 
@@ -37,7 +37,7 @@ class Summaries(Listener):
 
         Args:
             folder: the folder ``tb`` of a run
-            writes: whether this process writes there
+            writes: whether this process writes summaries
         """
         self._folder = folder
         self._writes = writes
@@ -45,9 +45,10 @@ class Summaries(Listener):
         self._settings: dict[str, Any] = {}
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        """Removes the values of later steps, and keeps the settings until they are written.
+        """Removes the values of steps after ``step``, and stores the settings for later.
 
-        A process that was killed wrote those values; they are about to be written again.
+        If a process was killed after its last checkpoint, it has written values of later steps.
+        Training takes these steps again, and writes their values again.
         """
         self._settings = config
         if not self._writes:
@@ -64,9 +65,9 @@ class Summaries(Listener):
                 tf.summary.scalar(name, value)
 
     def saved(self, step: int, path: Path) -> None:
-        """Flushes the buffers to disk, so that files that are copied now contain every value."""
+        """Flushes the buffers to disk, so that a copy of the run contains every value."""
         for writer in self._writers.values():
-            type(writer).flush(writer)  # the instance has its own ``flush``, which does nothing
+            type(writer).flush(writer)  # the instance's own ``flush`` was replaced and does nothing
 
     def end(self, step: int, how: str) -> None:
         """Writes the settings of a run that reported no values, unless it failed."""
@@ -74,13 +75,13 @@ class Summaries(Listener):
             self._write_settings()
 
     def _write_settings(self) -> None:
-        """Writes the settings that differ from the defaults for the HParams page, once.
+        """Writes the settings that differ from their defaults for the HParams page.
 
-        They replace those of an earlier start of the run.
+        The settings are written only once. They replace the settings of earlier starts of the run.
         """
         if not self._settings:
             return
-        from tensorboard.plugins.hparams import api  # slow to import
+        from tensorboard.plugins.hparams import api  # imported here, because the import is slow
 
         values = find_changes(self._settings)
         for name, value in values.items():
@@ -99,7 +100,8 @@ class Summaries(Listener):
             return tf.summary.create_noop_writer()
         if split not in self._writers:
             writer = tf.summary.create_file_writer(str(self._folder / split), flush_millis=1000)
-            # TensorFlow would flush whenever an ``as_default`` ends: after each step with a hook.
+            # TensorFlow would flush the writer whenever an ``as_default`` context ends, that is,
+            # after each step with a hook.
             writer.flush = _do_nothing
             self._writers[split] = writer
         return self._writers[split]
@@ -107,8 +109,8 @@ class Summaries(Listener):
     def make_graph_writer(self, split: str) -> tf.summary.SummaryWriter:
         """Returns the summary writer for a graph; it is opened only if the graph has summaries.
 
-        The graphs of all processes have the summaries, even of those that do not write: graphs that
-        differ may round differently.
+        The graphs of all processes contain the summaries, even if a process does not write them.
+        Otherwise, the graphs would differ, and might round differently.
         """
 
         def open_if_writing() -> tf.summary.SummaryWriter | None:
@@ -132,8 +134,8 @@ def _do_nothing() -> None:
 def remove_later_events(folder: Path, step: int) -> None:
     """Removes the events after a step from the event files of a folder.
 
-    Otherwise TensorBoard would show those steps twice. It has an event for this purpose, the start
-    of a session, but ignores it for summaries of TensorFlow 2.
+    Otherwise, TensorBoard would show these steps twice. A ``SessionLog.START`` event exists for
+    this purpose, but TensorBoard ignores it for summaries of TensorFlow 2.
     """
     for file in folder.glob("events.out.tfevents.*"):
         kept = []
@@ -150,14 +152,17 @@ def remove_later_events(folder: Path, step: int) -> None:
 
 
 def _read_records(file: Path) -> Iterator[bytes]:
-    """Yields the records of an event file, up to a record that is incomplete after a kill."""
+    """Yields the records of an event file, up to the first record that is incomplete.
+
+    A process that is killed can leave an incomplete record.
+    """
     with contextlib.suppress(tf.errors.DataLossError):
         for record in tf.data.TFRecordDataset(str(file)):
             yield record.numpy()
 
 
 class TrainingAmount(NamedTuple):
-    """How much a run has trained.
+    """The amount of training that a run has completed.
 
     Attributes:
         seconds: the time spent in training, without evaluations and checkpoints
@@ -174,9 +179,9 @@ class Pace(Listener):
     """Writes the speed of training to ``tb/train`` when values are reported.
 
     The names are ``progress/steps_per_second``, ``progress/examples_per_second`` and, on GPUs,
-    ``progress/peak_gpu_memory_mib``. A speed is the
-    mean since the last time, without evaluations and checkpoints. metrics.jsonl has no such lines:
-    it is the same however often a run is resumed.
+    ``progress/peak_gpu_memory_mib``. A speed is the mean since the last measurement. The time of
+    evaluations and checkpoints does not count. Speeds are not written to metrics.jsonl, because
+    this file must be the same no matter how often a run is resumed.
     """
 
     def __init__(self, state: State, summaries: Summaries) -> None:
@@ -186,7 +191,10 @@ class Pace(Listener):
         self._last = TrainingAmount(0.0, state.step, state.progress.examples)
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Writes, unless no step was taken or ``PAUSE`` is not over since the last time."""
+        """Writes the speed, unless the last measurement was less than ``PAUSE`` seconds ago.
+
+        Writes nothing if no step was taken since the last measurement.
+        """
         now = time.monotonic()
         amount = self._measure()
         steps = amount.steps - self._last.steps
@@ -219,7 +227,7 @@ def read_rates(state: State) -> dict[str, float]:
         if objective != SINGLE_OBJECTIVE:
             name += f"/{objective}"
         rate = np.float32(float(getattr(optimizer, "learning_rate", state.lr)))
-        rates[name] = float(str(rate))  # 0.001, not 0.0010000000474974513
+        rates[name] = float(str(rate))  # gives 0.001 instead of 0.0010000000474974513
     return rates
 
 
@@ -234,15 +242,15 @@ class Profile:
         """Prepares a profile.
 
         Args:
-            steps: such as ``50:60``, or empty for no profile
-            folder: where the profile is written
+            steps: the range of steps, such as ``50:60``; empty for no profile
+            folder: the folder to which the profile is written
         """
         self.marks = tuple(map(int, steps.split(":"))) if steps else ()
         self._folder = folder
         self._is_running = False
 
     def follow(self, step: int) -> None:
-        """Begins or ends the profile after a step, if it is time."""
+        """Starts the profile if ``step`` is in the range of steps; ends it otherwise."""
         is_due = bool(self.marks) and step in range(*self.marks)
         if is_due and not self._is_running:
             tf.profiler.experimental.start(str(self._folder))

@@ -1,1 +1,1 @@
-"""The hooks of a run: the table, callbacks.py, what hooks return and what they create."""
+"""The hooks of a run: their table, the file callbacks.py, and the objects that hooks create."""

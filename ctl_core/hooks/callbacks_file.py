@@ -1,7 +1,7 @@
-"""The file with the hooks: which one it is, importing it, and the copy in the run folder.
+"""Finds and imports the file with the hooks, whose name is callbacks.py by default.
 
-Each run keeps a copy of the file that it was trained with, for ``--callbacks``. Modules
-that the file imports are not copied.
+Each run folder contains a copy of the file with which the run was trained. The copy can be passed
+to ``--callbacks``. Modules that the file imports are not copied.
 """
 
 import contextlib
@@ -19,13 +19,14 @@ from ctl_core.run.errors import CtlError, SetupError, format_error, format_name
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
 
-# Its name in the project, unless a setting says otherwise, and that of each run's copy.
+# The default name of the file in a project, and the name of the copy in each run folder.
 DEFAULT = Config().callbacks
 COPY = "callbacks.py"
-# The module's name where the file is not the project's callbacks.py, which it may import.
+# The module name of a hooks file that is not the project's callbacks.py. It differs from
+# ``callbacks``, so that the file can import the project's callbacks.py as ``callbacks``.
 MODULE = "ctl_callbacks"
-PROJECT = "callbacks"  # the module's name otherwise
-_importing: list[Path] = []  # the files that are being run, outermost first
+PROJECT = "callbacks"  # the module name of the project's callbacks.py
+_importing: list[Path] = []  # the files that are being imported, outermost first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,9 @@ class HooksFile:
 
     Attributes:
         path: the file that is read, an absolute path
-        stands_for: the file that it is a copy of, or the same file; an absolute path
-        note: a line for the user, or an empty text
+        stands_for: the original file, if ``path`` is a copy, and otherwise ``path``; an absolute
+            path
+        note: a line for the user, or an empty string
     """
 
     path: Path
@@ -53,19 +55,20 @@ def find_callbacks(
 ) -> HooksFile:
     """Finds the file with the hooks in a project.
 
-    Its note says if the file has changed since the run was trained with it.
+    The result has a note if the file has changed since the run was trained with it.
 
     Args:
         name: the path of the file in the project
-        run: the folder of the run, if there is one
+        run: the folder of the run; None if there is no run
         trained_with: the setting ``callbacks`` that the run was trained with
-        training: whether the run trains on, with the file as it is now
-        project: the folder of the project; None is the current folder
-        is_named: whether somebody names the file now, and not only the config.yaml of the run,
-            which may be somebody else's
+        training: whether the run continues training, with the current content of the file
+        project: the folder of the project; None means the current folder
+        is_named: whether the user has named the file. If only the run's config.yaml names the file,
+            it has to be in the project, because the config.yaml may come from somebody else.
 
     Raises:
-        SetupError: there is no such file; or it is outside of the project, and nobody names it.
+        SetupError: the file does not exist; or it is outside of the project, and the user has not
+            named it.
     """
     project = project or Path.cwd()
     path = project / name
@@ -79,8 +82,8 @@ def find_callbacks(
     if not is_named and not path.resolve().is_relative_to(project.resolve()):
         shown = format_name(path)
         raise SetupError(
-            f"callbacks: the run's config.yaml names {shown}, outside of the project "
-            f"{format_name(project)}; to run that file, name it: --callbacks {shown}, or "
+            f"callbacks: the run's config.yaml names {shown}, outside the project "
+            f"{format_name(project)}; to run that file, pass it: --callbacks {shown}, or "
             "ctl.load(run, callbacks=module)."
         )
     copy_name = format_name(relative_path(copy))
@@ -88,14 +91,14 @@ def find_callbacks(
     if not path.is_file():
         cure = "name another"
         if has_copy:
-            cure = f"{copy_name} is as the run was trained"
+            cure = f"{copy_name} is the file with which the run was trained"
         raise _reject_missing(name, project, cure)
     if not has_copy or copy.read_bytes() == path.read_bytes():
         return HooksFile(path, path)
-    note = f"{format_name(name)} is not as it was when the run was trained; "
+    note = f"{format_name(name)} has changed since the run was trained; "
     if training:
-        note += "the run goes on with what it is now; "
-    return HooksFile(path, path, f"{note}--callbacks {copy_name} takes what it was.")
+        note += "the run continues with the current file; "
+    return HooksFile(path, path, f"{note}--callbacks {copy_name} uses the old one.")
 
 
 def _reject_missing(name: str, project: Path, cure: str) -> SetupError:
@@ -103,7 +106,7 @@ def _reject_missing(name: str, project: Path, cure: str) -> SetupError:
 
 
 def check_compiles(hooks_file: HooksFile) -> types.CodeType:
-    """Compiles the file without running it, or anything that it imports.
+    """Compiles the file, without running the file or importing any module.
 
     Raises:
         SetupError: the file has a syntax error; the message has its line.
@@ -118,18 +121,20 @@ def check_compiles(hooks_file: HooksFile) -> types.CodeType:
 
 
 def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.ModuleType:
-    """Imports the file as it is now; it can import modules next to it and in the project.
+    """Imports the current content of the file.
+
+    The file can import modules from its own folder and from the project.
 
     Raises:
-        SetupError: the import fails; the message has the line. Or the file is being imported
-            already, and loads a run with its own hooks.
+        SetupError: the import fails; the message has the line. This includes a file that calls
+            ``ctl.load`` at its top level to load a run with the same hooks.
     """
     if hooks_file.stands_for in _importing:
         raise SetupError(
-            f"ctl.load at the top of {format_name(hooks_file.stands_for.name)} loads a run of that "
-            "same file, which would import itself without end; call it in a hook that runs while "
-            "training, pass the hooks of another file (callbacks=module), or begin with the "
-            "run's weights (--init-from RUN, without the head: --init-skip 'head/*')."
+            f"ctl.load at the top of {format_name(hooks_file.stands_for.name)} loads a run of "
+            "that same file, which would import itself endlessly; call it in a hook that only "
+            "training calls, pass the hooks of another file (callbacks=module), or start with "
+            "the run's weights (--init-from RUN, without the head: --init-skip 'head/*')."
         )
     original = hooks_file.stands_for
     project = project or Path.cwd()
@@ -140,11 +145,11 @@ def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.
     if original == project / DEFAULT:
         name = PROJECT
     module = types.ModuleType(name)
-    module.__file__ = str(original)  # by which a file may find its data
+    module.__file__ = str(original)  # callbacks.py may use this to find its data
     vars(module)["__file_content__"] = hooks_file.path.read_bytes()
     sys.modules[module.__name__] = module
     code = check_compiles(hooks_file)
-    from ctl_core.hooks.recording import IMPORTED, note_layers  # as late as TensorFlow can be
+    from ctl_core.hooks.recording import IMPORTED, note_layers  # late, since this loads TensorFlow
 
     IMPORTED.clear()
     _importing.append(original)
@@ -160,9 +165,9 @@ def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.
 
 @contextlib.contextmanager
 def keep_imports() -> Iterator[None]:
-    """Puts the modules of imported hooks, and the search path, back after other hooks were loaded.
+    """Restores the imported hooks and the module search path after other hooks were loaded.
 
-    If no hooks had been imported before, the others stay.
+    If no hooks had been imported before, the other hooks stay imported.
     """
     path = list(sys.path)
     modules = {name: sys.modules.get(name) for name in (PROJECT, MODULE)}
@@ -176,7 +181,7 @@ def keep_imports() -> Iterator[None]:
 
 
 def _explain(error: BaseException, hooks_file: HooksFile) -> str:
-    """Describes in one line why the file cannot be imported, with the line of the file."""
+    """Describes in one line why the file cannot be imported, including the line in the file."""
     if isinstance(error, SyntaxError):
         file = Path(error.filename or hooks_file.path).name
         return f"{file}:{error.lineno}: {type(error).__name__}: {error.msg}"
@@ -192,7 +197,7 @@ def _explain(error: BaseException, hooks_file: HooksFile) -> str:
 
 
 def read_hooks_file(callbacks: Any) -> bytes | None:
-    """Returns the content of the file that the hooks are in; None if they are in no file."""
+    """Returns the content of the file with the hooks; None if the hooks are not in a file."""
     content: bytes | None = getattr(callbacks, "__file_content__", None)
     if content is not None:
         return content

@@ -1,7 +1,10 @@
-"""The default of every hook, and the functions that the defaults are written with.
+"""The default of every hook, and the functions that the defaults call.
 
-The hooks are word for word those of a new callbacks.py, as a test checks. So they call the public
-functions by ``ctl``, which are looked up only when a hook runs: ``unpack``, say, is in this module.
+
+The default hooks are shown to users word for word, by ``python -m ctl_core hooks --stub`` and in
+the documentation. They therefore call public functions through the name ``ctl``, even functions of
+this module such as ``unpack``. Although ``ctl_core`` imports this module, the circular import
+works, because the functions are looked up only when a hook runs.
 """
 
 import contextlib
@@ -32,16 +35,16 @@ class DifferentRowsError(ValueError):
 
 @tf.autograph.experimental.do_not_convert
 def leading_dimension(batch: Batch) -> Count | None:
-    """Returns the first dimension of a batch's tensors, which all of them have to share.
+    """Returns the first dimension of a batch's tensors, which has to be the same for all of them.
 
     Scalars are ignored.
 
     Returns:
-        A number if the shapes fix it, otherwise a scalar int64 tensor, which is -1 if the tensors
-        turn out to differ. None for a batch that has only scalars.
+        An int if the shapes are static; otherwise a scalar int64 tensor, which is -1 if the tensors
+        differ at run time. None if the batch contains only scalars.
 
     Raises:
-        DifferentRowsError: the shapes show that the tensors differ.
+        DifferentRowsError: the static shapes of the tensors differ.
     """
     tensors = [tensor for tensor in tf.nest.flatten(batch) if tensor.shape.rank != 0]
     sizes = [get_first_dimension(tensor) for tensor in tensors]
@@ -56,12 +59,12 @@ def leading_dimension(batch: Batch) -> Count | None:
 
 
 def explain_different_rows(batch: Batch, examples: int | None = None) -> str:
-    """Explains how to mend a batch whose tensors differ in their first dimension.
+    """Explains how to fix a batch whose tensors differ in their first dimension.
 
     Args:
         batch: a structure of tensors
-        examples: the number of examples that the batch should have; a tensor with that many rows
-            is suggested for ``count_examples``
+        examples: the number of examples that the batch should have; if a tensor has this number of
+            rows, the explanation suggests it for ``count_examples``
     """
     cure = "return the number of examples from count_examples"
     for path, tensor in list_paths(batch):
@@ -69,13 +72,16 @@ def explain_different_rows(batch: Batch, examples: int | None = None) -> str:
             cure = f"define def count_examples(batch): return tf.shape({path})[0]"
             break
     return (
-        "the tensors of a batch differ in their first dimension; call zip() before batch(), or, "
-        f"if an example has any number of rows, {cure}"
+        "the tensors of a batch differ in their first dimension; call zip() before batch(), "
+        f"or, if an example can have any number of rows, {cure}"
     )
 
 
 def list_paths(structure: Structure, path: str = "batch") -> Iterator[tuple[str, AnyTensor]]:
-    """Yields the tensors of a structure, each after the expression that reads it from ``path``."""
+    """Yields a Python expression and a tensor for each tensor of a structure.
+
+    The expression evaluates to the tensor. It starts with ``path``, as in ``batch['image']``.
+    """
     if isinstance(structure, Mapping):
         for key, value in structure.items():
             yield from list_paths(value, f"{path}[{key!r}]")
@@ -87,7 +93,7 @@ def list_paths(structure: Structure, path: str = "batch") -> Iterator[tuple[str,
 
 
 def get_first_dimension(tensor: AnyTensor) -> Count:
-    """Returns the first dimension, a number where it is fixed, otherwise an int64 scalar."""
+    """Returns a tensor's first dimension: an int if it is static, otherwise an int64 scalar."""
     if tensor.shape.rank and tensor.shape[0] is not None:
         return tensor.shape[0]
     if isinstance(tensor, tf.RaggedTensor):
@@ -99,10 +105,12 @@ def get_first_dimension(tensor: AnyTensor) -> Count:
 
 @tf.autograph.experimental.do_not_convert
 def unpack(batch: Batch) -> tuple[ModelInput, Structure, tf.Tensor | None]:
-    """Returns inputs, targets and sample weights, or None, of a batch (x, y) or (x, y, w).
+    """Returns the inputs, targets and sample weights of a batch (x, y) or (x, y, w).
+
+    The sample weights of a batch (x, y) are None.
 
     Raises:
-        ValueError: the batch is another one, or its third element cannot be weights.
+        ValueError: the batch has another structure, or its third element cannot be sample weights.
     """
     weight = find_sample_weight(batch)
     size = 3
@@ -110,14 +118,18 @@ def unpack(batch: Batch) -> tuple[ModelInput, Structure, tf.Tensor | None]:
         size = 2
     if not isinstance(batch, tuple | list) or len(batch) != size:
         raise ValueError(
-            "expected (inputs, targets) or (inputs, targets, weights), floats of [b] or [b, 1]; "
-            "for other batches write input_pre, loss_pre, metric_pre"
+            "expected (inputs, targets) or (inputs, targets, weights), with weights of shape "
+            "[b] or [b, 1]; for other batches write input_pre, loss_pre, metric_pre"
         )
     return batch[0], batch[1], weight
 
 
 def find_sample_weight(batch: Batch) -> tf.Tensor | None:
-    """Returns the third of three elements if that can be sample weights, otherwise None."""
+    """Returns the sample weights of a batch, or None.
+
+    They are the third of the batch's three elements, if this is a floating-point tensor of shape
+    [b] or [b, 1].
+    """
     if not isinstance(batch, tuple | list) or len(batch) != 3:
         return None
     weight = batch[2]
@@ -151,12 +163,13 @@ def note_weighted() -> Iterator[list[tf.Tensor]]:
 
 @tf.autograph.experimental.do_not_convert
 def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
-    """Returns the loss of each example times its sample weight, if the batch holds weights.
+    """Multiplies the loss of each example by its sample weight, if the batch contains weights.
 
-    They are the third element of an (x, y, w) batch; of any other batch the loss stays as it is.
+    The weights are the third element of a batch (x, y, w). For any other batch, the loss is
+    returned unchanged.
 
     Raises:
-        ValueError: the loss is one number for the whole batch.
+        ValueError: the batch contains weights, but the loss is one number for the whole batch.
     """
     weight = find_sample_weight(batch)
     if weight is None:
@@ -165,43 +178,47 @@ def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
     loss = tf.convert_to_tensor(loss)
     if loss.shape.rank == 0:
         raise ValueError(
-            "sample weights need a loss of each example, not one number of the whole batch "
+            "sample weights need one loss per example, not one number for the whole batch "
             "(reduction='none')"
         )
     return loss * tf.cast(tf.reshape(weight, [-1]), loss.dtype)
 
 
 def deferred(hook: Callable[..., None]) -> Callable[..., None]:
-    """Marks an ``every_steps`` function that only looks on, such as ``print_step``.
+    """Marks an ``every_steps`` function that only observes training, such as ``print_step``.
 
-    It may name ``step``, ``dev``, ``chief``, ``config`` and ``hparams``, and must not change what
-    training uses. The engine then need not leave the graph for it: it runs for each of its steps,
-    in order, as soon as the graph call that holds them has ended, about a second later at most.
+    The function may take the arguments ``step``, ``dev``, ``chief``, ``config`` and ``hparams``,
+    and must not change anything that training uses. Such a function does not interrupt the graph:
+    the engine calls it when the current graph call ends, about a second later at most, once for
+    each step of the call at which the function is due.
     """
     hook.deferred = True  # type: ignore[attr-defined]
     return hook
 
 
-# ---- The hooks: the same text is in templates/examples/blank.py ----------------------------------
+# ---- The hooks, which `python -m ctl_core hooks --stub` prints -----------------------------------
 
 
 def make_batches(dataset):
-    """Makes a last change to the repeated dataset, before the replicas get their shares."""
+    """Returns the dataset, which repeats endlessly, as it is."""
     return dataset
 
 
 def count_examples(batch):
-    """Counts the examples of a batch. In graphs or point sets: tf.shape(labels)[0]."""
+    """Returns the number of rows. Of graphs, it would be tf.shape(labels)[0]."""
     return ctl.leading_dimension(batch)
 
 
 def create_opt(lr):
-    """Creates the optimizer. SGD(lr * 0.1) works, too, and host hooks may call lr.assign(0.01)."""
+    """Creates the optimizer.
+
+    lr is an object, not a number: SGD(lr * 0.1) works, and host hooks may call lr.assign(0.01).
+    """
     return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
 
 
 def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss, config):
-    """Says what a checkpoint holds, and how many checkpoints are kept."""
+    """Returns what a checkpoint holds, and a manager, which keeps the newest."""
     ckpt = tf.train.Checkpoint(
         step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
     )
@@ -209,19 +226,19 @@ def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss, config)
 
 
 def input_pre(batch):
-    """Returns the model's input, from a batch (inputs, targets) or (inputs, targets, weights)."""
+    """Returns the inputs of (inputs, targets) or (inputs, targets, weights)."""
     inputs, _, _ = ctl.unpack(batch)
     return inputs
 
 
 def loss_pre(output, batch):
-    """Returns the argument of train_loss."""
+    """Returns the argument of train_loss: the output and the targets."""
     _, target, _ = ctl.unpack(batch)
     return output, target
 
 
 def grad_pre(loss, batch, train_model):
-    """Returns the loss of each example, terms that do not depend on the batch, and variables."""
+    """Returns the loss per example, the regularization, and the variables."""
     return (
         ctl.weighted(loss, batch),
         ctl.regularization(train_model),
@@ -230,7 +247,8 @@ def grad_pre(loss, batch, train_model):
 
 
 def update_pre(gradients):
-    """Returns the gradients to apply and those to display; they are summed over all replicas."""
+    """Returns the gradients to apply, which are clipped, and those to show."""
+    # They are sums over all replicas.
     gradients = [ctl.nan_to_zero(gradient) for gradient in gradients]
     clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
     return clipped, gradients
@@ -238,12 +256,12 @@ def update_pre(gradients):
 
 @ctl.deferred
 def print_step(step):
-    """Shows the step. Deferred: it only looks on, and so the engine does not leave the graph."""
+    """Shows the step. Deferred: it only observes, so training does not wait."""
     ctl.show_step(step)
 
 
 def print_loss(step, loss):
-    """Prints the loss, and writes it to TensorBoard and metrics.jsonl."""
+    """Prints the loss, and writes it to metrics.jsonl and TensorBoard."""
     ctl.report(step, loss=loss)
 
 
@@ -253,12 +271,12 @@ turns: list[str] = []
 
 
 def create_train_metrics():
-    """Returns the Keras metrics of training by name: none."""
+    """Returns Keras metrics by name, such as {"mean": keras.metrics.Mean()}."""
     return {}
 
 
 def create_metrics():
-    """Returns the Keras metrics of an evaluation by name, such as {"auc": keras.metrics.AUC()}."""
+    """Returns Keras metrics by name, such as {"auc": keras.metrics.AUC()}."""
     return {}
 
 
@@ -272,5 +290,5 @@ train_metric_pre = metric_pre
 
 
 def eval_pre(loss, batch, train_model):
-    """Returns the loss that an evaluation reports, and terms that do not depend on the batch."""
+    """Returns the loss per example of an evaluation, and the regularization."""
     return ctl.weighted(loss, batch), ctl.regularization(train_model)

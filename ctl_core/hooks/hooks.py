@@ -1,4 +1,4 @@
-"""The hooks of a run, called by argument name; their failures name the hook and its line."""
+"""Calls the hooks of a run by argument name, and adds their names and lines to errors."""
 
 import dataclasses
 import functools
@@ -28,18 +28,19 @@ from ctl_core.types import Batch, BatchSpec, UserObject
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """A function of the user, or a default, that is called with the arguments that it names.
+    """A user's function, or a default, that is called with the arguments that it names.
 
     Attributes:
         name: the name in messages, such as ``update_pre`` or ``every_steps[10]``
         function: the function that is called
         arguments: the names of its arguments
         common: the values of the arguments that every hook may name
-        is_default: whether the function is the engine's own object. A copy of it in callbacks.py is
-            the user's. This may change messages and costs, never what is trained.
-        is_traced: whether it is called while a graph is traced
+        is_default: whether the function is the engine's default. A copy of the default in
+            callbacks.py counts as the user's function. The difference affects messages and speed,
+            but never the result of training.
+        is_traced: whether the function is called while a graph is traced
         returns: a description of the result, from the table
-        accepts: returns whether a result is valid; None accepts any
+        accepts: a function that returns whether a result is valid; None if any result is valid
     """
 
     name: str
@@ -52,20 +53,20 @@ class Hook:
     accepts: Callable[[Any], bool] | None = None
 
     def __str__(self) -> str:
-        """Returns the hook as messages name it: ``update_pre (callbacks.py:12)``."""
+        """Returns the hook's name and line for messages: ``update_pre (callbacks.py:12)``."""
         return f"{self.name} ({locate(self.function)})"
 
     def reject(self, problem: str) -> SetupError:
-        """Returns the error for a hook that cannot work: its name, its line and the problem."""
+        """Returns an error that names the hook, its line and the problem."""
         return SetupError(f"{self}: {problem}")
 
     @property
     def deferred(self) -> bool:
-        """Whether the function is marked with ``deferred``."""
+        """True if the function is marked with ``deferred``."""
         return bool(getattr(self.function, "deferred", False))
 
     def __call__(self, **values: Any) -> UserObject:
-        """Calls the function with those of ``values`` that it names.
+        """Calls the function with the values that it names as arguments.
 
         Raises:
             HookFailed: the function raised an error; the message has its line.
@@ -75,7 +76,9 @@ class Hook:
 
     def trace(self, **values: Any) -> UserObject:
         """Calls the function while a graph is traced, after AutoGraph has converted it."""
-        if self.is_default:  # has no control flow on tensors; a conversion takes 25 ms
+        # Defaults have no control flow that depends on tensors, so the conversion, which takes 25
+        # ms, is not necessary.
+        if self.is_default:
             return self._call(call_function, values)
         return self._call(convert(call_function), values)
 
@@ -95,12 +98,12 @@ class Hook:
         return returned
 
     def describe_failure(self, error: BaseException) -> str:
-        """Describes in one line an error that this hook raised, with the line of the hook."""
+        """Describes in one line an error that this hook raised, including file and line number."""
         frames = [
             (frame.filename, frame.lineno or 0)
             for frame in traceback.extract_tb(error.__traceback__)
         ]
-        # The lines of functions that AutoGraph converted, or that Dataset.map called.
+        # Add the lines of functions that AutoGraph converted, or that Dataset.map called.
         frames += [*read_translated_stack(error), *parse_frames(str(error))]
         return f"{self.locate(frames)}: {format_error(error)}"
 
@@ -109,7 +112,10 @@ class Hook:
         return f"{self.name} ({self.find_line(frames) or locate(self.function)})"
 
     def find_line(self, frames: Iterable[tuple[str, int]]) -> str | None:
-        """Returns ``callbacks.py:14`` for the last frame in the hook's own file, if any is."""
+        """Returns ``callbacks.py:14`` for the last frame in the hook's own file.
+
+        Returns None if no frame is in that file.
+        """
         code = find_code(self.function)
         if code is None or code.co_filename.startswith(ENGINE):
             return None
@@ -128,21 +134,25 @@ class Hook:
 
 
 def call_function(function: Callable[..., UserObject], values: dict[str, Any]) -> UserObject:
-    """Calls a function by argument names."""
+    """Calls a function with keyword arguments."""
     return function(**values)
 
 
-# AutoGraph converts the functions that a function calls, too.
+# Converting ``call_function`` also converts the hook that it calls.
 convert = functools.cache(tf.autograph.to_graph)
 
 
-# Matches the message of an op that failed because an op of the data pipeline did.
+# Matches the error message of an op that failed because an op of the data pipeline failed.
 READING = re.compile(r"\[\[[^\[\]]*IteratorGetNext(\w*)(?:\}\})?\]\]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """The hooks of a run: the user's or the defaults; None where the engine needs no default."""
+    """The hooks of a run.
+
+    Each hook is the user's function, or the default. Hooks without a default are None if the user
+    does not define them.
+    """
 
     create_dataset: Hook
     make_batches: Hook
@@ -177,11 +187,11 @@ class Hooks:
         return [hook for hook in vars(self).values() if isinstance(hook, Hook) and hook.is_traced]
 
     def attribute_error(self, error: BaseException, otherwise: str = "the step") -> str:
-        """Describes in one line an op that failed in a running graph, with the hook it is of.
+        """Describes in one line the failure of an op in a running graph, and names the op's hook.
 
         Args:
-            error: a tf.errors.OpError, whose message has the op and the stack that created it
-            otherwise: named if the op is of no hook
+            error: a tf.errors.OpError, whose message contains the op and the stack that created it
+            otherwise: the name to use if no hook created the op
         """
         text = str(error)
         frames = parse_frames(text)
@@ -208,7 +218,7 @@ class Hooks:
         return hook.locate(frames)
 
     def find_hook(self, frames: list[tuple[str, int]]) -> Hook | None:
-        """Returns the hook that created an op, whose stack is given; None if no hook did."""
+        """Returns the hook in the stack that created an op; None if no hook is in the stack."""
         for hook in self.list_graph_hooks():
             if hook.has_frame(frames):
                 return hook
@@ -216,7 +226,7 @@ class Hooks:
 
 
 def name_kind(value: UserObject) -> str:
-    """Returns a description of a value of the wrong kind, for messages."""
+    """Describes a value of the wrong kind, for messages."""
     if value is None:
         return "nothing"
     if isinstance(value, type):
@@ -238,7 +248,7 @@ def name_kind(value: UserObject) -> str:
 
 
 def describe(element: Batch | BatchSpec) -> str:
-    """Returns the structure of a batch as text: ``(float32[32, 8, 8], int64[32])``."""
+    """Returns the structure of a batch as a string: ``(float32[32, 8, 8], int64[32])``."""
     if isinstance(element, dict):
         items = [f"{key}: {describe(value)}" for key, value in element.items()]
         return f"{{{', '.join(items)}}}"

@@ -1,6 +1,7 @@
-"""Reads the hooks from callbacks.py, and defines how the results of each are checked.
+"""Reads the hooks from callbacks.py, and defines the checks of their results.
 
-table.py lists the hooks and the arguments that each may name; defaults.py has their defaults.
+table.py lists the hooks and the arguments that each hook may name; defaults.py defines the
+defaults.
 """
 
 import difflib
@@ -33,9 +34,9 @@ HookField: TypeAlias = (
 
 
 def load_hooks(callbacks: Callbacks, config: Config) -> tuple[Hooks, list[str]]:
-    """Reads the hooks from a module, from any object with these attributes, or from a dict.
+    """Reads the hooks from a module, from any object with the hooks as attributes, or from a dict.
 
-    ``Hooks`` are returned unchanged.
+    A ``Hooks`` object is returned unchanged.
 
     Returns:
         The hooks, and warnings about names that look like a misspelt hook.
@@ -56,13 +57,14 @@ def load_hooks(callbacks: Callbacks, config: Config) -> tuple[Hooks, list[str]]:
         spec.name: _read_hook(spec, callbacks, common, origin) for spec in TABLE
     }
     if not hasattr(callbacks, "train_metric_pre"):
-        # The arguments of metric_pre, also the user's, are among those of train_metric_pre.
+        # This also works with the user's metric_pre, because train_metric_pre may name every
+        # argument that metric_pre may name.
         hooks["train_metric_pre"] = hooks["metric_pre"]
     return Hooks(**hooks), misspelt
 
 
 def check_required(callbacks: Callbacks, origin: str, misspelt: Sequence[str]) -> None:
-    """Refuses callbacks that lack a required hook.
+    """Raises an error if a required hook is missing.
 
     Args:
         callbacks: the object with the hooks
@@ -84,7 +86,7 @@ def check_required(callbacks: Callbacks, origin: str, misspelt: Sequence[str]) -
 def _read_hook(
     spec: HookSpec, callbacks: Callbacks, common: Mapping[str, Any], origin: str
 ) -> HookField:
-    """Reads a hook, or its default where the callbacks have none."""
+    """Reads a hook, or its default if the callbacks do not define the hook."""
     make = functools.partial(make_hook, spec, common=common, origin=origin)
     default = getattr(defaults, spec.name, None)
     value = getattr(callbacks, spec.name, default)
@@ -105,10 +107,10 @@ def _read_hook(
 def make_hook(
     spec: HookSpec, name: str, function: UserObject, common: Mapping[str, Any], origin: str
 ) -> Hook:
-    """Returns a hook that is called with the arguments that a function names.
+    """Creates a hook from a function, and reads the names of its arguments.
 
     Args:
-        spec: the hook in the table
+        spec: the row of the table for the hook
         name: the name of the hook in messages, such as ``every_steps[10]``
         function: the user's function, or the default
         common: the values of the arguments that every hook may name
@@ -141,20 +143,23 @@ def read_schedule(spec: HookSpec, value: UserObject, origin: str) -> dict[int, A
     """Returns the functions of a schedule by step.
 
     Raises:
-        SetupError: the value is not a dict of positive integers.
+        SetupError: the value is not a dict, or a key is not a positive integer.
     """
     if not isinstance(value, dict) or not all(isinstance(n, int) and n > 0 for n in value):
         got = make_line(repr(value), 60)
-        expected = f"{spec.name} must be a dict {{N: function}} by numbers of steps from 1 up"
+        expected = (
+            f"{spec.name} must be a dict {{N: function}} with positive numbers of steps as keys"
+        )
         raise SetupError(f"{origin}: {expected}, got {got}.")
     return value
 
 
 def read_arguments(spec: HookSpec, name: str, function: UserObject, origin: str) -> tuple[str, ...]:
-    """Returns the names of the available arguments that a hook's function takes.
+    """Returns the names of a function's arguments that are available to the hook.
 
     Raises:
-        SetupError: the function needs an argument that does not exist.
+        SetupError: the value is not a function, or the function requires an argument that does not
+            exist.
     """
     if not callable(function):
         got = make_line(repr(function), 60)
@@ -170,18 +175,21 @@ def read_arguments(spec: HookSpec, name: str, function: UserObject, origin: str)
             place = origin
             if find_code(function):
                 place = locate(function)
-            cure = f"; it may name {', '.join(available)}."
+            cure = f"; the available ones are {', '.join(available)}."
             if is_deferred:
                 raise SetupError(
-                    f"{place}: {name} is @deferred and asks for '{parameter.name}'{cure}"
+                    f"{place}: {name} is @deferred, so it cannot take the argument '"
+                    f"{parameter.name}'{cure}"
                 )
             suggestion = suggest(parameter.name, available) or cure
-            raise SetupError(f"{place}: {name} asks for '{parameter.name}'{suggestion}")
+            raise SetupError(
+                f"{place}: {name} takes an unknown argument '{parameter.name}'{suggestion}"
+            )
     return tuple(argument for argument in parameters if argument in available)
 
 
 def find_misspelt(callbacks: Callbacks, origin: str) -> list[str]:
-    """Returns a warning for each name that is almost that of a hook."""
+    """Returns a warning for each name that is similar to the name of a hook."""
     warnings: list[str] = []
     for name in dir(callbacks):
         value = inspect.getattr_static(callbacks, name)
@@ -190,7 +198,7 @@ def find_misspelt(callbacks: Callbacks, origin: str) -> list[str]:
         close = difflib.get_close_matches(short, SPECS, n=1, cutoff=0.88)
         if close and could_be and name not in SPECS and not name.startswith("_"):
             warnings.append(
-                f"{origin}: {name} is no hook and is not used; did you mean {close[0]}?"
+                f"{origin}: {name} is not a hook and is not used; did you mean {close[0]}?"
             )
     return warnings
 
@@ -208,10 +216,13 @@ def _is_function(value: UserObject) -> bool:
 
 
 def _is_loss(value: UserObject) -> bool:
-    """Returns whether a value can be called with one argument, and returns no mean of a batch."""
+    """Returns whether a value can be used as a loss.
+
+    It has to be a function of one argument. A Keras loss must not return the mean of a batch.
+    """
     if not _is_function(value) or getattr(value, "reduction", None) not in ("sum", "none", None):
         return False
-    # A decorator may have changed the arguments of the function that it wraps.
+    # Do not look inside decorators, which may have changed the arguments of the wrapped function.
     signature = inspect.signature(value, follow_wrapped=False)
     options = {}
     if "training" in signature.parameters:
@@ -224,7 +235,7 @@ def _is_loss(value: UserObject) -> bool:
 
 
 def _is_optimizer(value: UserObject) -> bool:
-    # An optimizer of TensorFlow 1 sums gradients over the replicas by itself.
+    # Optimizers of TensorFlow 1 would sum the gradients over the replicas a second time.
     refused = (type, tf.compat.v1.train.Optimizer)
     return hasattr(value, "apply_gradients") and not isinstance(value, refused)
 
@@ -253,7 +264,7 @@ def _is_number(value: UserObject) -> bool:
 
 
 def _is_count(value: UserObject) -> bool:
-    """Returns whether a value is an integer, or None, which stands for a single example."""
+    """Returns whether a value is an integer, or None, which means a single example."""
     if value is None:
         return True
     if tf.is_tensor(value):
@@ -266,7 +277,7 @@ def _is_pair(value: UserObject) -> bool:
 
 
 def _is_flag(value: UserObject) -> bool:
-    """Returns whether a value is one bool, or None, which stands for False."""
+    """Returns whether a value is a single bool, or None, which means False."""
     if value is None:
         return True
     if tf.is_tensor(value):
@@ -275,7 +286,7 @@ def _is_flag(value: UserObject) -> bool:
 
 
 def _is_update(value: UserObject) -> bool:
-    """Returns whether a value is an ``Update``, or a plain tuple of 2 or 3 such values."""
+    """Returns whether a value is an ``Update``, or a tuple of its first 2 or 3 fields."""
     if not isinstance(value, tuple | list) or len(value) not in (2, 3):
         return False
     return isinstance(value[0], tuple | list) and all(map(_is_flag, value[2:]))
@@ -290,7 +301,7 @@ def _is_saved(value: UserObject) -> bool:
 
 
 def _is_objective(value: UserObject) -> bool:
-    """Returns whether a value is an ``Objective``, or a plain tuple of 3 or 4 such values."""
+    """Returns whether a value is an ``Objective``, or a tuple of its first 3 or 4 fields."""
     if not isinstance(value, tuple | list) or len(value) not in (3, 4):
         return False
     objective = Objective(*value)
@@ -308,7 +319,7 @@ def _are_objectives(value: UserObject) -> bool:
 
 
 def _are_losses(value: UserObject) -> bool:
-    """Returns whether a value is a pair whose second member is a number."""
+    """Returns whether a value is a pair whose second element is a number."""
     return _is_pair(value) and _is_number(value[1])
 
 

@@ -1,4 +1,4 @@
-"""Parameter groups: one objective with several optimizers, each of which updates some variables."""
+"""Combines several optimizers for one objective, each of which updates some variables."""
 
 import collections
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ Pair: TypeAlias = tuple[Optimizer, Sequence[Variable]]
 
 
 class OptimizerGroups(tf.Module):
-    """Makes one optimizer of the pairs (optimizer, variables) that ``create_opt`` returns.
+    """Combines the pairs (optimizer, variables) that ``create_opt`` returns into one optimizer.
 
     Attributes:
         optimizers: the optimizers in the order of the pairs
@@ -25,20 +25,20 @@ class OptimizerGroups(tf.Module):
         super().__init__(name="groups")
         self.optimizers = [optimizer for optimizer, _ in pairs]
         self.built = False
-        # A function, because TensorFlow would save the variables of an attribute with the
-        # optimizers, and these are saved with the model.
+        # The groups are hidden in a function. TensorFlow would save the variables of a plain
+        # attribute with the optimizers, although they are already saved with the model.
         groups = tuple(tuple(variables) for _, variables in pairs)
         self._get_groups = lambda: groups
 
     def __getitem__(self, index: int) -> Optimizer:
-        """Returns the optimizer of a pair, by which hooks know it."""
+        """Returns the optimizer of a pair: hooks can write ``optimizer[0]``."""
         return self.optimizers[index]
 
     def _find_group(self, variable: Variable) -> int:
         """Returns the index of a variable's group.
 
         Raises:
-            ValueError: the variable is in no group, or in several.
+            ValueError: the variable is in no group, or in several groups.
         """
         plain = unwrap(variable)
         indices = [
@@ -49,8 +49,8 @@ class OptimizerGroups(tf.Module):
         if len(indices) != 1:
             groups = f"{len(indices)} groups" if indices else "no group"
             raise ValueError(
-                f"the variable {name_variable(variable)} is in {groups}, expected one, also "
-                "while it is frozen"
+                f"the variable {name_variable(variable)} is in {groups}; it must be in exactly "
+                "one, even while it is frozen"
             )
         return indices[0]
 
@@ -58,7 +58,7 @@ class OptimizerGroups(tf.Module):
         """Lets each optimizer create its own variables.
 
         Raises:
-            ValueError: a variable that is not frozen is in no group, or in several.
+            ValueError: a variable that is not frozen is in no group, or in several groups.
         """
         for variable in variables:
             if getattr(variable, "trainable", True):
@@ -73,7 +73,8 @@ class OptimizerGroups(tf.Module):
         """Passes each gradient to the optimizer of its variable's group.
 
         Raises:
-            ValueError: a variable is in no group, because it was frozen when the groups were made.
+            ValueError: a variable is in no group. This can happen if it was frozen when
+                ``create_opt`` was called.
         """
         pairs_by_group = collections.defaultdict(list)
         for gradient, variable in grads_and_vars:

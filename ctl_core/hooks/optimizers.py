@@ -9,14 +9,16 @@ from ctl_core.types import Optimizer, UserObject
 
 
 def refuse_loss_scales(hook: Hook, optimizers: UserObject) -> None:
-    """Refuses optimizers that divide gradients by a loss scale, since nothing multiplies the loss.
+    """Rejects optimizers that divide gradients by a loss scale.
+
+    Nothing multiplies the loss by this scale, so the gradients would be too small.
 
     Args:
-        hook: ``create_opt``
-        optimizers: the value that it returned: an optimizer, pairs, or a dict
+        hook: the hook ``create_opt``
+        optimizers: the value that the hook returned: an optimizer, pairs, or a dict
 
     Raises:
-        SetupError: such an optimizer is among them, or wrapped by one of them.
+        SetupError: such an optimizer is in the value, or is wrapped by an optimizer in it.
     """
     for optimizer in find_optimizers(optimizers):
         name = type(optimizer).__name__
@@ -29,14 +31,14 @@ def refuse_loss_scales(hook: Hook, optimizers: UserObject) -> None:
             cure = "leave the factor out"
         if cure is not None:
             raise hook.reject(
-                f"{name} divides gradients of a loss that nothing has scaled; {cure}. With "
-                "--precision float16 the engine scales the loss."
+                f"{name} divides gradients by a loss scale that the loss was not multiplied by; "
+                f"{cure}. With --precision float16, the engine scales the loss."
             )
 
 
 def find_optimizers(value: UserObject) -> Iterator[Optimizer]:
-    """Yields the optimizers in a value, and those that they hold: wrapped ones, and members."""
-    seen: dict[int, UserObject] = {}  # keeps the objects, so that no other object gets the same id
+    """Yields the optimizers in a structure, and the optimizers that they wrap or contain."""
+    seen: dict[int, UserObject] = {}  # keeps all objects alive, so that their ids stay unique
     waiting = [value]
     while waiting:
         item = waiting.pop()

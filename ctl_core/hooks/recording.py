@@ -1,8 +1,8 @@
 """Records every variable and Keras layer that the hooks of a run create.
 
-A variable belongs to the run because it was created while one of its hooks ran, wherever it is
-stored: in a list, a closure, a plain object, an optimizer, a metric or a random generator. The
-references are weak, so that objects that a hook has discarded disappear from the recording.
+A variable belongs to the run if it was created while one of the run's hooks was running. It may be
+stored anywhere: in a list, a closure, a plain object, an optimizer, a metric or a random generator.
+The recording keeps weak references, so objects that a hook has discarded disappear from it.
 """
 
 import collections
@@ -30,22 +30,23 @@ from ctl_core.types import Model, Trackable, Variable
 # The layers that were created while callbacks.py was imported.
 IMPORTED: list[weakref.ref[Any]] = []
 
-# Anything whose ``trainable`` can be set.
+# A layer or variable, both of which have an attribute ``trainable`` that can be set.
 Freezable: TypeAlias = keras.Layer | Variable
 
 
 @contextlib.contextmanager
 def note_layers(layers: list[weakref.ref[Any]]) -> Iterator[None]:
-    """Adds the layers that are created within the context to a list."""
+    """Appends a weak reference to ``layers`` for each layer created inside the context."""
     with watch_new_layers(lambda layer: layers.append(weakref.ref(layer))):
         yield
 
 
 @contextlib.contextmanager
 def record_nothing() -> Iterator[None]:
-    """Hides objects that are created within the context from all recordings; keeps ``IMPORTED``.
+    """Hides objects that are created inside the context from all recordings.
 
-    A run that a hook loads is no part of the run that the hook belongs to.
+    This is necessary when a hook loads another run, because the objects of the loaded run do not
+    belong to the hook's own run. ``IMPORTED`` is restored when the context ends.
     """
     imported = list(IMPORTED)
     try:
@@ -56,18 +57,20 @@ def record_nothing() -> Iterator[None]:
 
 
 class Recording:
-    """The variables, layers and random generators that were created, in order of creation.
+    """Records the variables, layers and random generators that are created, in order of creation.
 
     Attributes:
-        summed: the ids of the variables that were created to add up over replicas
+        summed: the ids of the variables that were created with the aggregation SUM, so that their
+            values are summed over the replicas
     """
 
     def __init__(self, unifies: bool = False) -> None:
         """Prepares a recording.
 
         Args:
-            unifies: whether every variable is created with one value for all replicas, even if it
-                should add up over them, and is written without an exchange
+            unifies: whether every variable is created with a single value for all replicas and is
+                written without communication between replicas. This includes variables that would
+                otherwise be summed over the replicas.
         """
         self.summed: set[int] = set()
         self._unifies = unifies
@@ -81,7 +84,7 @@ class Recording:
 
     @contextlib.contextmanager
     def record_as(self, hook: str) -> Iterator[None]:
-        """Records objects that are created within the context as those of a hook."""
+        """Records objects that are created inside the context as objects of a hook."""
         before = self._hook
         self._hook = hook
         try:
@@ -94,26 +97,35 @@ class Recording:
             self._hook = before
 
     def fix(self) -> None:
-        """Forgets discarded objects after a run was built, and keeps the others alive."""
+        """Ends the recording of a run that has been built.
+
+        Forgets objects that have been discarded, and keeps all other objects alive.
+        """
         gc.collect()
         references = [reference for _, reference in self._variables]
         self._held = [reference() for reference in (*references, *self._layers)]
 
     @contextlib.contextmanager
     def watch(self, hook: str) -> Iterator[None]:
-        """Notes variables that a host hook creates in training, which no restore would know."""
+        """Notes the variables that a host hook creates inside the context.
+
+        No checkpoint could restore these variables, because they do not exist when a run is built.
+        """
 
         def create(make: Callable[..., tf.Variable], **values: Any) -> tf.Variable:
             variable = make(**values)
             name = variable.name.split(":")[0]
-            self._late.append((f"{hook}: makes the variable {name}", weakref.ref(variable)))
+            self._late.append((f"{hook}: creates the variable {name}", weakref.ref(variable)))
             return variable
 
         with tf.variable_creator_scope(create):
             yield
 
     def find_late(self) -> str | None:
-        """Describes the first living variable that a host hook created; None if there is none."""
+        """Describes the first variable that a host hook created and that still exists.
+
+        Returns None if there is no such variable.
+        """
         if any(reference() is not None for _, reference in self._late):
             gc.collect()
         self._late = [entry for entry in self._late if entry[1]() is not None]
@@ -143,11 +155,12 @@ class Recording:
             self._open = False
 
     def add(self, variable: tf.Variable, name: str | None = None) -> None:
-        """Records a tf.Variable, unless it is known, as a variable of the hook that runs.
+        """Records a tf.Variable as a variable of the current hook, unless it is already recorded.
 
         Args:
             variable: the variable
-            name: replaces the variable's own name where that differs between processes
+            name: the name to record. It replaces the variable's own name, which may differ between
+                processes.
         """
         identity = id(variable)
         if identity in self._known:
@@ -157,12 +170,15 @@ class Recording:
         self._variables.append((name, weakref.ref(variable, lambda _: self._drop(identity))))
 
     def _drop(self, identity: int) -> None:
-        # Another object may get the same id.
+        # Forget the id, because another object may get the same id.
         self._known.discard(identity)
         self.summed.discard(identity)
 
     def add_model(self, hook: str, model: Model) -> None:
-        """Records the layers and variables of a Keras model, wherever it was created."""
+        """Records the layers and variables of a Keras model.
+
+        The model may have been created anywhere, for example before the run.
+        """
         known = {id(layer) for layer in self.layers}
         new = [layer for layer in flatten_layers(model) if id(layer) not in known]
         self._layers += map(weakref.ref, new)
@@ -173,10 +189,11 @@ class Recording:
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
-        """The living variables by name, in order of creation.
+        """The variables that still exist, by name, in order of creation.
 
-        A name consists of the hook's and the variable's, as in ``create_model/dense/kernel``. If
-        names are equal, the later ones get a number, as in ``create_model/dense/kernel#2``.
+        A name consists of the name of the hook and the name of the variable:
+        ``create_model/dense/kernel``. If several variables have the same name, all but the first
+        one get a number: ``create_model/dense/kernel#2``.
         """
         variables: dict[str, tf.Variable] = {}
         numbers: collections.Counter[str] = collections.Counter()
@@ -202,9 +219,9 @@ class Recording:
 
     @property
     def layers(self) -> list[keras.Layer]:
-        """The living Keras layers, each once, in order of creation.
+        """The Keras layers that still exist, each once, in order of creation.
 
-        They include the model inside a ``keras.Sequential``.
+        They include the functional model that a ``keras.Sequential`` creates inside itself.
         """
         layers = [reference() for reference in self._layers]
         return list({id(layer): layer for layer in layers if layer is not None}.values())
@@ -223,16 +240,16 @@ class Recording:
 
 
 def find_tables(graph: tf.Graph) -> list[Trackable]:
-    """Returns the lookup tables that a graph captures, wherever they were created."""
+    """Returns the lookup tables that a graph captures, regardless of where they were created."""
     captured = {id(outer) for outer, _ in graph.captures}
     kind = tf.saved_model.experimental.TrackableResource
-    # isinstance would ask lazy objects for their __class__, and so load them.
+    # isinstance would read the attribute __class__ of lazily loaded objects, and thereby load them.
     resources = [value for value in gc.get_objects() if issubclass(type(value), kind)]
     return [resource for resource in resources if id(resource.resource_handle) in captured]
 
 
 def list_freezable(recording: Recording) -> list[Freezable]:
-    """Returns everything that can be frozen: the layers, then their variables, each once."""
+    """Returns all layers, and then all of their variables, each once."""
     variables = {
         id(variable): variable for layer in recording.layers for variable in layer.variables
     }
@@ -252,12 +269,13 @@ def set_flags(freezables: list[Freezable], flags: list[bool]) -> bool:
         flags: whether each of them is trainable
 
     Returns:
-        False, and nothing is changed, if the numbers of both differ.
+        True if the flags were set; False, without any change, if the arguments differ in length.
     """
     if len(flags) != len(freezables):
         return False
     pairs = list(zip(freezables, flags, strict=True))
-    # Setting the flag of a layer sets those of its members, so that several rounds may be needed.
+    # Setting the flag of a layer also sets the flags of its sublayers and variables, so several
+    # rounds may be needed.
     while True:
         changed = [pair for pair in pairs if bool(pair[0].trainable) != pair[1]]
         if not changed:
@@ -271,7 +289,8 @@ def unfreeze(recording: Recording) -> Iterator[None]:
     """Temporarily unfreezes every layer."""
     freezables = list_freezable(recording)
     flags = read_flags(recording)
-    # Layer by layer, and off before on: Keras passes a value on to members only if it changes.
+    # Set all flags to False before setting them to True, because Keras passes the flag of a layer
+    # on to its sublayers and variables only if the flag changes.
     for value in (False, True):
         for layer in recording.layers:
             layer.trainable = value

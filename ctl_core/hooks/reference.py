@@ -1,28 +1,38 @@
-"""The table of hooks as text, for ``python -m ctl_core hooks``, and the code of the defaults.
+"""Describes hooks for ``python -m ctl_core hooks``, and reads the code of their defaults.
 
-The code is read from the file defaults.py, which is not imported, for it would import TensorFlow.
+The code is read from the file defaults.py. The module is not imported, because it would import
+TensorFlow.
 """
 
 import ast
 import functools
+import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ctl_core.hooks.spec import Argument, Form, HookSpec, Place
 from ctl_core.hooks.table import COMMON_ARGUMENTS, SPECS, TABLE
 from ctl_core.run.errors import SetupError, quote, suggest
 
-WIDTH = 100
+_MOST_COLUMNS = 100
 _DEFAULTS = Path(__file__).with_name("defaults.py")
 _RUNS = {
-    Place.SETUP: "before training",
-    Place.GRAPH: "in the graph, on each replica",
-    Place.HOST: "on the host, between two steps",
+    Place.SETUP: "used before training",
+    Place.GRAPH: "traced into the graph, and computed on each replica",
+    Place.HOST: "called on the host, between two steps",
 }
-_FOOTER = """\
-A hook names only the arguments that it uses, in any order, and may also name config and hparams.
-A hook that callbacks.py leaves out is the default. `python -m ctl_core hooks NAME` explains one.
+_GROUPS = {
+    Place.SETUP: "Optional, called before training:",
+    Place.GRAPH: "Optional, part of the graph of each step:",
+    Place.HOST: "Optional, called between two steps, as plain Python:",
+}
+_FOOTER = """
+A hook is a function in callbacks.py. It declares only the arguments that it
+uses, in any order.
+
+  python -m ctl_core hooks grad_pre  everything about one hook
+  python -m ctl_core hooks --stub    all hooks as code, with their defaults
 """
 
 
@@ -30,7 +40,7 @@ def find_spec(name: str) -> HookSpec:
     """Returns the row of the table for a hook.
 
     Raises:
-        SetupError: There is no such hook; the message suggests the nearest name.
+        SetupError: there is no such hook; the message suggests the most similar name.
     """
     if name in SPECS:
         return SPECS[name]
@@ -39,64 +49,62 @@ def find_spec(name: str) -> HookSpec:
 
 
 def format_table() -> str:
-    """Returns the whole table: of each hook its signature, purpose, result and default."""
-    rows = ["".join(f"{line}\n" for line in _format_row(spec)) for spec in TABLE]
-    return "\n".join([*rows, _FOOTER])
+    """Returns a list of all hooks with their purposes: the required ones, then the others."""
+    lines = ["Required:", *_list_purposes([spec for spec in TABLE if spec.is_required])]
+    for place, title in _GROUPS.items():
+        group = [spec for spec in TABLE if spec.place is place and not spec.is_required]
+        lines += ["", title, *_list_purposes(group)]
+    return "".join(f"{line}\n" for line in lines) + _FOOTER
 
 
 def format_hook(spec: HookSpec) -> str:
-    """Returns everything about one hook, with its arguments, its default and an example."""
+    """Returns the full description of one hook, with its arguments, default and an example."""
     return "".join(f"{line}\n" for line in _list_lines(spec))
 
 
-def _format_row(spec: HookSpec) -> Iterator[str]:
-    mark = ""
-    if spec.place is not Place.SETUP:
-        mark = f"  [{spec.place.value}]"
-    yield from _wrap(f"{spec.signature}{mark}", "", "    ")
-    yield from _wrap(f"{spec.purpose}.", "    ", "    ")
-    if spec.returns:
-        yield from _wrap(f"returns: {spec.returns}", "    ", "        ")
-    default = spec.default
-    if spec.is_required:
-        default = "none: the hook is required"
-    yield from _wrap(f"default: {default}", "    ", "        ")
+def _list_purposes(specs: Sequence[HookSpec]) -> Iterator[str]:
+    """Yields a line or more for each hook: its name, then its purpose."""
+    longest = max(len(spec.name) for spec in TABLE)
+    for spec in specs:
+        yield from _wrap(spec.purpose, f"  {spec.name:{longest}}  ", " " * (longest + 4))
 
 
 def _list_lines(spec: HookSpec) -> Iterator[str]:
-    yield from _wrap(spec.signature, "", "    ")
+    yield from _wrap(spec.signature, "", " " * len(f"{spec.name}("))
     yield ""
     yield from _wrap(f"{spec.purpose}. {spec.details}", "", "")
     yield ""
-    yield f"runs: {_RUNS[spec.place]}"
-    yield f"form: {spec.form.value}"
+    yield f"It is {spec.form.value}, {_RUNS[spec.place]}."
     if spec.form is not Form.NAMES:
         yield ""
-        yield "arguments, of which the hook names only those that it uses:"
+        yield "Arguments; declare only those that you use:"
         yield from _list_arguments([*spec.arguments, *COMMON_ARGUMENTS])
     if spec.returns:
         yield ""
-        yield from _wrap(f"returns: {spec.returns}", "", "    ")
+        yield "Returns:"
+        yield from _wrap(spec.returns, "    ", "    ")
     if spec.result:
-        yield f"or ctl.{spec.result} with these fields:"
+        yield ""
+        yield f"Or returns ctl.{spec.result}, a named tuple:"
         yield from _list_arguments(spec.fields)
     yield ""
-    if spec.is_required:
-        yield "default: none, the hook is required"
-    else:
-        yield from _wrap(f"default: {spec.default}", "", "    ")
     source = read_default_source(spec.name)
-    if source:
+    if spec.is_required:
+        yield "Default: none, the hook is required."
+    elif source:
+        yield "Default:"
         yield ""
         yield textwrap.indent(source, "    ")
+    else:
+        yield from _wrap(f"Default: {spec.default}.", "", "    ")
     yield ""
-    yield "example:"
+    yield "Example:"
     yield ""
     yield textwrap.indent(spec.example.rstrip("\n"), "    ")
 
 
 def _list_arguments(arguments: Sequence[Argument]) -> Iterator[str]:
-    """Yields a line or more for each argument: its name, then its type, shape and meaning."""
+    """Yields one or more lines for each argument: its name, then its type, shape and meaning."""
     longest = max(len(argument.name) for argument in arguments)
     for argument in arguments:
         head = f"    {argument.name:{longest}}  "
@@ -105,10 +113,17 @@ def _list_arguments(arguments: Sequence[Argument]) -> Iterator[str]:
 
 
 def _wrap(text: str, first: str, others: str) -> list[str]:
-    """Breaks a text into lines; ``first`` and ``others`` are their indents."""
+    """Breaks a text into lines that fit the terminal.
+
+    Args:
+        text: the text
+        first: the indent of the first line
+        others: the indent of the other lines
+    """
+    columns = shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns
     return textwrap.wrap(
         text,
-        WIDTH,
+        min(columns, _MOST_COLUMNS),
         initial_indent=first,
         subsequent_indent=others,
         break_long_words=False,
@@ -117,22 +132,51 @@ def _wrap(text: str, first: str, others: str) -> list[str]:
 
 
 def read_default_source(name: str) -> str:
-    """Returns the code of a hook's default as callbacks.py has it; empty if there is none."""
+    """Returns the code of a hook's default as callbacks.py has it; empty if there is none.
+
+    The code of a schedule begins with the functions that it names.
+    """
     return _read_default_sources().get(name, "")
 
 
 @functools.cache
 def _read_default_sources() -> dict[str, str]:
-    """Reads the definitions of defaults.py by name: functions and assignments with a value."""
+    """Reads the definitions of defaults.py by name: functions, and assignments without types."""
     text = _DEFAULTS.read_text("utf-8")
     sources: dict[str, str] = {}
     for statement in ast.parse(text).body:
-        source = ast.get_source_segment(text, statement) or ""
         if isinstance(statement, ast.FunctionDef):
             decorators = [f"@{ast.unparse(node)}\n" for node in statement.decorator_list]
+            source = ast.get_source_segment(text, statement) or ""
             sources[statement.name] = "".join([*decorators, source])
-        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            sources[statement.target.id] = source
-        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            sources[statement.targets[0].id] = source
+        elif isinstance(statement, ast.AnnAssign | ast.Assign):
+            name = ast.unparse(_find_target(statement))
+            sources[name] = _read_assignment(text, name, statement, sources)
     return sources
+
+
+def _find_target(statement: ast.AnnAssign | ast.Assign) -> ast.expr:
+    """Returns what is assigned to, of several targets the first."""
+    if isinstance(statement, ast.AnnAssign):
+        return statement.target
+    return statement.targets[0]
+
+
+def _read_assignment(
+    text: str, name: str, statement: ast.AnnAssign | ast.Assign, sources: Mapping[str, str]
+) -> str:
+    """Returns an assignment, after the functions that a dict names.
+
+    Args:
+        text: the file
+        name: the name that is assigned to
+        statement: the assignment
+        sources: the functions before it, by name
+    """
+    value = statement.value
+    assert value is not None, f"{name} has a type only"
+    functions: list[str] = []
+    if isinstance(value, ast.Dict):
+        functions = [ast.unparse(node) for node in value.values]
+    definitions = [sources[function] for function in functions]
+    return "\n\n\n".join([*definitions, f"{name} = {ast.get_source_segment(text, value)}"])

@@ -1,4 +1,4 @@
-"""Named tuples that hooks may return in place of plain ones, so that each value has its name."""
+"""Named tuples that hooks may return instead of plain tuples, so that each value has a name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Objective(NamedTuple):
-    """The result of ``grad_pre``: a loss to differentiate, and the variables to train by it.
+    """The result of ``grad_pre``: a loss to differentiate, and the variables to train with it.
 
     Example::
 
@@ -23,8 +23,9 @@ class Objective(NamedTuple):
             )
 
     Attributes:
-        loss_per_batch: a number for each example, of shape [b], or their sum; never a mean
-        extra_loss: the terms that do not depend on the batch, a scalar
+        loss_per_batch: one number per example, of shape [b], or the sum of these numbers; never a
+            mean
+        extra_loss: the sum of the loss terms that do not depend on the batch, a scalar
         variables: the variables to train
         logged: tensors to log every ``log_every`` steps, by name
     """
@@ -39,9 +40,10 @@ class Update(NamedTuple):
     """The result of ``update_pre``.
 
     Attributes:
-        update_gradients: the gradients that the optimizer applies, one for each it was given
-        display_gradients: the gradients that host hooks are given to show
-        skip: whether to leave out this update, a bool scalar; None applies it
+        update_gradients: the gradients that the optimizer applies, one for each gradient that was
+            passed to ``update_pre``
+        display_gradients: the gradients that are passed to host hooks, for display
+        skip: whether to skip this update, a bool scalar; with None, the update is applied
     """
 
     update_gradients: Sequence[tf.Tensor | tf.IndexedSlices]
@@ -54,7 +56,7 @@ class Checkpointing(NamedTuple):
 
     Attributes:
         ckpt: the objects that are saved
-        manager: keeps the latest checkpoints, 2 or more
+        manager: the manager, which keeps the latest checkpoints; it has to keep at least 2
     """
 
     ckpt: tf.train.Checkpoint
@@ -65,8 +67,9 @@ class EvalLoss(NamedTuple):
     """The result of ``eval_pre``.
 
     Attributes:
-        loss_per_batch: a number for each example, of shape [b], or their sum; never a mean
-        extra_loss: the terms that do not depend on the batch, a scalar
+        loss_per_batch: one number per example, of shape [b], or the sum of these numbers; never a
+            mean
+        extra_loss: the sum of the loss terms that do not depend on the batch, a scalar
     """
 
     loss_per_batch: tf.Tensor

@@ -1,6 +1,6 @@
-"""The words in which the table describes a hook: its arguments, its result, where it runs.
+"""Defines the classes with which the table describes hooks.
 
-Nothing here imports TensorFlow, so that the command line can print the table at once.
+This module does not import TensorFlow, so that the command line can print the table immediately.
 """
 
 import dataclasses
@@ -10,29 +10,30 @@ import enum
 class Place(enum.Enum):
     """Where a hook runs."""
 
-    SETUP = "setup"  # once, before training
-    GRAPH = "graph"  # traced into the graph of a step or an evaluation, on each replica
-    HOST = "host"  # plain Python between two steps, with eager values
+    SETUP = "setup"  # the hook runs once, before training
+    GRAPH = "graph"  # the hook is traced on each replica, in a step or an evaluation
+    HOST = "host"  # the hook runs between two steps, as plain Python with eager values
 
 
 class Form(enum.Enum):
-    """The form of the value that callbacks.py has under the name of a hook."""
+    """The kind of value that callbacks.py assigns to the name of a hook."""
 
     FUNCTION = "a function"
-    SCHEDULE = "a dict {N: function or list of functions} by numbers of steps"
+    SCHEDULE = "a dict {N: function or list of functions}, with numbers of steps as keys"
     FUNCTIONS = "a function or a list of functions"
     NAMES = "a list of names"
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """A value that a hook may name, or a field of the named tuple that it may return.
+    """An argument that a hook may name, or a field of the named tuple that a hook may return.
 
     Attributes:
         name: the name of the argument or field
-        type: its Python type
-        meaning: a phrase that says which value it is
-        shape: of tensors; b is the number of examples in a batch, and [] a scalar
+        type: the Python type of the value
+        meaning: a phrase that describes the value
+        shape: the shape of a tensor, where b is the number of examples in a batch, and [] is a
+            scalar; empty for other values
     """
 
     name: str
@@ -42,27 +43,27 @@ class Argument:
 
     @property
     def described_type(self) -> str:
-        """The type and, of tensors, their shape: ``tf.Tensor [b]``."""
+        """The type of the value, and the shape if it is a tensor: ``tf.Tensor [b]``."""
         return f"{self.type} {self.shape}".rstrip()
 
 
 @dataclasses.dataclass(frozen=True)
 class HookSpec:
-    """A row of the table: everything that is said about one hook.
+    """A row of the table, which contains everything about one hook.
 
     Attributes:
         name: the name in callbacks.py
         place: where the hook runs
-        purpose: the use of the hook, one phrase without a period
-        details: everything else about the hook, whole sentences
+        purpose: the purpose of the hook, a phrase without a period
+        details: further information about the hook, in whole sentences
         arguments: the values that the hook may name
-        returns: the result, a phrase that error messages show
-        result: the named tuple of the public names that the hook may return; empty if it has none
+        returns: a phrase that describes the result; error messages contain this phrase
+        result: the name of the public named tuple that the hook may return; empty if there is none
         fields: the fields of ``result``
-        default: the behavior without the hook, a phrase
-        example: the hook as a user writes it; names keras, tf and ctl stand for the libraries
-        form: the form of the value in callbacks.py
-        is_required: whether there is no training without the hook
+        default: a phrase that describes the behavior without the hook
+        example: the code of an example, which may use the names keras, tf and ctl
+        form: the kind of value in callbacks.py
+        is_required: whether training is impossible without the hook
     """
 
     name: str
@@ -85,7 +86,7 @@ class HookSpec:
 
     @property
     def is_traced(self) -> bool:
-        """Whether the hook becomes part of a graph."""
+        """True if the hook becomes part of a graph."""
         return self.place is Place.GRAPH
 
     @property

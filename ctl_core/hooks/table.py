@@ -1,7 +1,7 @@
-"""The table of hooks: for each its purpose, arguments, result and default, and an example.
+"""The table of hooks: the purpose, arguments, result and default of each hook, and an example.
 
-The table is the single source of the arguments that hooks are called with, of the messages about
-wrong hooks, of ``python -m ctl_core hooks`` and of the pages of the documentation. The code of the
+The table is the single source for the arguments of hooks, for the messages about wrong hooks, for
+``python -m ctl_core hooks`` and for the pages about hooks in the documentation. The code of the
 defaults is in defaults.py, and the checks of returned values are in load.py.
 """
 
@@ -18,13 +18,15 @@ COMMON = tuple(argument.name for argument in COMMON_ARGUMENTS)
 # ---- Arguments of the hooks that are called before training --------------------------------------
 
 GLOBAL_BATCH_SIZE = Argument(
-    "global_batch_size", "int", "the setting batch_size: the examples of a step on all devices"
+    "global_batch_size",
+    "int",
+    "the setting batch_size: the number of examples per step over all devices",
 )
 PER_REPLICA_BATCH_SIZE = Argument(
     "per_replica_batch_size",
     "int",
-    "the same number, so that the data do not depend on the number of devices; the share of one "
-    "replica if count_examples counts something other than rows",
+    "also the setting batch_size, so that the data do not depend on the number of devices; "
+    "the share of one replica if count_examples counts something other than rows",
 )
 INPUT_CONTEXT = Argument(
     "input_context",
@@ -34,12 +36,17 @@ INPUT_CONTEXT = Argument(
 LR = Argument(
     "lr",
     "learning rate object",
-    "optimizers take it as it is; lr * 0.1 follows it, and host hooks call lr.assign(0.01)",
+    (
+        "optimizers accept it directly, and lr * 0.1 follows its changes; host hooks call "
+        "lr.assign(0.01)"
+    ),
 )
 TRAIN_MODEL = Argument("train_model", "callable", "the value that create_model returned")
 TRAIN_LOSS = Argument("train_loss", "callable", "the value that create_loss returned")
 EVAL_MODEL = Argument(
-    "eval_model", "callable", "the value of create_eval_model, or train_model without that hook"
+    "eval_model",
+    "callable",
+    "the value that create_eval_model returned; without that hook, train_model",
 )
 OPTIMIZER = Argument("optimizer", "optimizer or dict", "the value that create_opt returned")
 
@@ -49,11 +56,17 @@ BATCH = Argument(
     "batch", "tensors", "this replica's share of a batch, structured as in the dataset", "[b, ...]"
 )
 OUTPUT = Argument(
-    "output", "tensors", "the model's output for this share, float32 in any precision", "[b, ...]"
+    "output",
+    "tensors",
+    "the model's output for this share, float32 whatever the precision",
+    "[b, ...]",
 )
 LOSS = Argument("loss", "tf.Tensor", "the value that train_loss returned", "[b] or []")
 STEP = Argument(
-    "step", "tf.Tensor", "the number of the step, an int64; in an evaluation, of the last one", "[]"
+    "step",
+    "tf.Tensor",
+    "the number of the step, an int64; in an evaluation, the number of the last step",
+    "[]",
 )
 TRAINING = Argument("training", "bool", "True in a training step, False everywhere else")
 OBJECTIVE = Argument(
@@ -67,7 +80,7 @@ DEV = Argument("dev", "tuple of str", "the devices of this process's replicas")
 HOST_STEP = Argument("step", "int", "the number of the step that has just been taken")
 CKPT = Argument("ckpt", "tf.train.Checkpoint", "the first value that create_ckpt returned")
 MANAGER = Argument(
-    "manager", "tf.train.CheckpointManager", "manager.save() saves once the due hooks are done"
+    "manager", "tf.train.CheckpointManager", "manager.save() saves after all due hooks have run"
 )
 CHIEF = Argument(
     "chief", "bool", "True in exactly one process: the one that writes files and calls services"
@@ -75,9 +88,9 @@ CHIEF = Argument(
 STATE = Argument(
     "state",
     "dict",
-    "numbers, texts, lists and dicts that hooks remember; checkpoints keep it",
+    "numbers, strings, lists and dicts that hooks remember; saved in checkpoints",
 )
-METRICS = Argument("metrics", "dict", "the values of the last evaluation by name, floats")
+METRICS = Argument("metrics", "dict", "the values of the last evaluation, floats by name")
 
 STEP_HOOK_ARGUMENTS = (
     DEV,
@@ -100,14 +113,15 @@ STEP_HOOK_ARGUMENTS = (
     Argument(
         "display_gradients", "list of tensors", "the gradients that update_pre returned to show"
     ),
-    Argument("gradients", "list of tensors", "the gradients that update_pre was given"),
-    Argument("variables", "list of variables", "the variables of the gradients, in their order"),
+    Argument("gradients", "list of tensors", "the gradients that update_pre received"),
+    Argument("variables", "list of variables", "the variables, in the order of the gradients"),
     CKPT,
     MANAGER,
     CHIEF,
     STATE,
 )
-# A step of which a hook names one of these is a graph call of its own: the values have to get out.
+# The arguments whose values a graph call has to return. If a hook that is due at a step names one
+# of these arguments, the step is a separate graph call.
 OBSERVED = (
     "update_gradients",
     "loss",
@@ -117,7 +131,7 @@ OBSERVED = (
     "gradients",
     "variables",
 )
-# The arguments of a function that is marked with ``deferred``.
+# The arguments that a function marked with ``deferred`` may name.
 DEFERRED = ("dev", "step", "chief")
 
 AFTER_EVAL_ARGUMENTS = (
@@ -138,7 +152,7 @@ AFTER_EVAL_ARGUMENTS = (
 # ---- Fields of the named results -----------------------------------------------------------------
 
 LOSS_PER_BATCH = Argument(
-    "loss_per_batch", "tf.Tensor", "a number per example, or their sum; never a mean", "[b] or []"
+    "loss_per_batch", "tf.Tensor", "one number per example, or their sum; never a mean", "[b] or []"
 )
 EXTRA_LOSS = Argument(
     "extra_loss", "number or tf.Tensor", "terms that do not depend on the batch, such as L2", "[]"
@@ -153,7 +167,7 @@ CREATE_DATASET = HookSpec(
     purpose="The training data, one pass, which the engine repeats",
     details="Each process of a cluster reads all of the data and takes its rows of each batch.",
     arguments=(GLOBAL_BATCH_SIZE, PER_REPLICA_BATCH_SIZE, INPUT_CONTEXT),
-    returns="tf.data.Dataset of batches of any size; or a reader in Python of such",
+    returns="tf.data.Dataset of batches of any size, or a Python reader of such batches",
     example="""\
 def create_dataset(global_batch_size, config):
     examples = tf.data.Dataset.from_tensor_slices((inputs, targets))
@@ -180,11 +194,11 @@ def make_batches(dataset, global_batch_size):
 COUNT_EXAMPLES = HookSpec(
     name="count_examples",
     place=Place.GRAPH,
-    purpose="How many examples a batch holds, where not all tensors have a row for each example",
-    details="Graphs and point sets are such batches.",
+    purpose="The number of examples in a batch whose tensors do not all have one row per example",
+    details="Write it for batches of graphs or point sets, for example.",
     arguments=(Argument("batch", "tensors", "a batch, structured as in the dataset"),),
-    returns="a whole number, how many examples a batch holds",
-    default="the first dimension, which all tensors have to share",
+    returns="an integer, the number of examples in the batch",
+    default="the first dimension, which must be the same for all tensors",
     example="""\
 def count_examples(batch):
     return tf.shape(batch["label"])[0]  # of graphs; the other tensors have a row for each node
@@ -208,14 +222,14 @@ def create_model(hparams):
 CREATE_EVAL_MODEL = HookSpec(
     name="create_eval_model",
     place=Place.SETUP,
-    purpose="The model that evaluation, prediction and export run in place of train_model",
+    purpose="The model that evaluation, prediction and export use in place of train_model",
     details=(
-        "The model may share the weights of train_model, which is built by then, or have its own, "
-        "which update_post keeps up to date."
+        "The model may share the weights of train_model, which is already built, or have its "
+        "own weights, which update_post updates."
     ),
     arguments=(TRAIN_MODEL,),
     returns="eval_model, callable: output = eval_model(inputs)",
-    default="train_model itself",
+    default="the value of create_model",
     example="""\
 def create_eval_model(train_model):
     average = keras.models.clone_model(train_model)
@@ -226,14 +240,14 @@ def create_eval_model(train_model):
 CREATE_INFERENCE_MODEL = HookSpec(
     name="create_inference_model",
     place=Place.SETUP,
-    purpose="The model that load, predict and export run",
-    details="It is a part of the model, such as an encoder, or a function around it.",
+    purpose="The model that load, predict and export use",
+    details="Return a part of the model, such as an encoder, or a function around it.",
     arguments=(
         Argument("model", "callable", "the model that is evaluated, with the checkpoint's weights"),
         TRAIN_MODEL,
     ),
     returns="inference model, callable: output = inference_model(inputs)",
-    default="model itself",
+    default="the model that is evaluated",
     example="""\
 def create_inference_model(model):
     return lambda inputs: tf.nn.softmax(model(inputs))
@@ -243,7 +257,7 @@ SERVE = HookSpec(
     name="serve",
     place=Place.GRAPH,
     purpose="Turns a client's request into the model's input",
-    details="Any number of examples may come at once.",
+    details="A request can have any number of examples.",
     arguments=(
         Argument(
             "inputs",
@@ -254,7 +268,7 @@ SERVE = HookSpec(
         ),
     ),
     returns="model input",
-    default="as input_pre makes it, from the part of a batch that it uses",
+    default="input_pre, applied to the part of a batch that it uses",
     example="""\
 @tf.function(input_signature=[tf.TensorSpec([None], tf.string)])
 def serve(inputs):
@@ -266,10 +280,10 @@ CREATE_LOSS = HookSpec(
     place=Place.SETUP,
     is_required=True,
     purpose="The loss, one number per example or their sum",
-    details="The engine divides the sum by the global batch size: never return a mean.",
+    details="The engine divides the sum by the global batch size, so never return a mean.",
     returns=(
-        "train_loss of one argument, loss_input; of Keras, lambda pair: loss(pair[1], pair[0]) "
-        'with reduction="sum" or "none"'
+        "train_loss, a function of one argument, loss_input; for a Keras loss with "
+        'reduction="sum" or "none": lambda pair: loss(pair[1], pair[0])'
     ),
     example="""\
 def create_loss():
@@ -284,8 +298,8 @@ CREATE_OPT = HookSpec(
     details="In a list of pairs, each trainable variable belongs to exactly one optimizer.",
     arguments=(LR, TRAIN_MODEL),
     returns=(
-        "optimizer, a list of pairs (optimizer, variables), or a dict of optimizers by objective; "
-        "no LossScaleOptimizer"
+        "optimizer, a list of pairs (optimizer, variables), or a dict of optimizers by "
+        "objective; not a LossScaleOptimizer"
     ),
     default="Nadam(learning_rate=lr, epsilon=0.001)",
     example="""\
@@ -296,8 +310,8 @@ def create_opt(lr):
 CREATE_CKPT = HookSpec(
     name="create_ckpt",
     place=Place.SETUP,
-    purpose="What a checkpoint holds, and how many checkpoints are kept",
-    details="The engine saves every other variable that a hook has created, too.",
+    purpose="The objects that checkpoints contain, and the number of checkpoints to keep",
+    details="The engine also saves every other variable that a hook creates.",
     arguments=(
         Argument("ckpt_path", "str", "the folder of the run's checkpoints"),
         Argument("step", "tf.Variable", "the number of steps taken, an int64", "[]"),
@@ -306,13 +320,13 @@ CREATE_CKPT = HookSpec(
         TRAIN_MODEL,
         TRAIN_LOSS,
     ),
-    returns="2 values: ckpt, manager, which keeps 2 or more",
+    returns="2 values: ckpt, and manager, which keeps at least 2 checkpoints",
     result="Checkpointing",
     fields=(
-        Argument("ckpt", "tf.train.Checkpoint", "the objects that are saved"),
-        Argument("manager", "tf.train.CheckpointManager", "keeps 2 checkpoints or more"),
+        Argument("ckpt", "tf.train.Checkpoint", "the objects to save"),
+        Argument("manager", "tf.train.CheckpointManager", "keeps at least 2 checkpoints"),
     ),
-    default="all five, the newest 50",
+    default="all arguments except ckpt_path; keeps the newest 50 checkpoints",
     example="""\
 def create_ckpt(ckpt_path, step, lr, optimizer, train_model):
     ckpt = tf.train.Checkpoint(step=step, lr=lr, optimizer=optimizer, train_model=train_model)
@@ -323,7 +337,9 @@ INPUT_PRE = HookSpec(
     name="input_pre",
     place=Place.GRAPH,
     purpose="The model's input, built from a batch",
-    details="Prediction and export run it, too: scale raw inputs here, and clients send raw ones.",
+    details=(
+        "Prediction and export call it, too: if you scale inputs here, clients send unscaled ones."
+    ),
     arguments=(BATCH, LR, STEP, TRAINING, OBJECTIVE, TURN),
     returns="model input",
     default="first element of an (inputs, targets) or (inputs, targets, weights) batch",
@@ -347,10 +363,12 @@ def loss_pre(output, batch):
 BATCH_WEIGHT = HookSpec(
     name="batch_weight",
     place=Place.GRAPH,
-    purpose="What the summed loss is divided by, in training and evaluation",
-    details="The weights of all replicas and micro-batches are added up: return a sum, no mean.",
+    purpose="The number that the summed loss is divided by, in training and evaluation",
+    details=(
+        "The weights of all replicas and micro-batches are added up, so return a sum, not a mean."
+    ),
     arguments=(BATCH, OUTPUT, OBJECTIVE, TURN),
-    returns="how much a batch weighs, one number from 0 up",
+    returns="the weight of the batch, a number of at least 0",
     default="the number of examples",
     example="""\
 def batch_weight(batch):
@@ -360,7 +378,7 @@ def batch_weight(batch):
 GRAD_PRE = HookSpec(
     name="grad_pre",
     place=Place.GRAPH,
-    purpose="What is differentiated, and with respect to which variables",
+    purpose="The objective to differentiate, and the variables to update",
     details=(
         "The objective is sum(loss_per_batch) / B + extra_loss for a global batch of B examples. "
         "With several objectives, return a dict of such results by name."
@@ -399,7 +417,10 @@ def grad_pre(loss, output, train_model):
 UPDATE_PRE = HookSpec(
     name="update_pre",
     place=Place.GRAPH,
-    purpose="What the optimizer applies, built from the gradients summed over all replicas",
+    purpose=(
+        "The gradients that the optimizer applies, computed from the gradients summed "
+        "over all replicas"
+    ),
     details="It is called once for each objective.",
     arguments=(
         Argument("gradients", "list of tensors", "the summed gradients, in the order of variables"),
@@ -423,7 +444,9 @@ UPDATE_PRE = HookSpec(
         Argument("display_gradients", "any tensors", "the gradients that host hooks are given"),
         Argument("skip", "tf.Tensor or None", "whether to leave out this update; optional", "[]"),
     ),
-    default="NaN becomes 0, then clip_by_global_norm at 10; unclipped ones for display",
+    default=(
+        "replaces NaN by 0, then clips to a global norm of 10; display_gradients are unclipped"
+    ),
     example="""\
 def update_pre(gradients):
     clipped, _ = tf.clip_by_global_norm(gradients, 1.0)
@@ -433,8 +456,8 @@ def update_pre(gradients):
 UPDATE_POST = HookSpec(
     name="update_post",
     place=Place.GRAPH,
-    purpose="What follows each update, on each replica with its own variables",
-    details="Averages, target networks, and weights that are clipped or projected belong here.",
+    purpose="Runs after each update, on each replica and its own variables",
+    details="Use it for averages, target networks, and weights that are clipped or projected.",
     arguments=(TRAIN_MODEL, TRAIN_LOSS, EVAL_MODEL, OPTIMIZER, LR, STEP, OBJECTIVE, TURN),
     default="nothing is done",
     example="""\
@@ -449,9 +472,9 @@ TURNS = HookSpec(
     form=Form.NAMES,
     purpose="Objectives that are trained in turns",
     details=(
-        "A step makes one update for each name, in this order and on one batch. Each turn has a "
-        "forward pass of its own, which sees the updates of the turns before it. Hooks in the "
-        "graph may name objective and turn."
+        "A step makes one update for each name, in this order and on one batch. Each turn has "
+        "its own forward pass, which sees the updates of earlier turns. Graph hooks can take "
+        "objective and turn."
     ),
     returns="list of objectives, such as 3 * ['critic'] + ['generator']",
     default="one forward pass, then all objectives at once",
@@ -462,8 +485,8 @@ turns = 3 * ["critic"] + ["generator"]
 CREATE_TRAIN_METRICS = HookSpec(
     name="create_train_metrics",
     place=Place.SETUP,
-    purpose="What is measured while training, over all examples since the last line",
-    details="A line is written every log_every steps.",
+    purpose="The metrics of training, over all examples since they were last written",
+    details="They are written and reset every log_every steps.",
     returns="dict of Keras metrics by name, none of them loss",
     default="{}",
     example="""\
@@ -477,7 +500,7 @@ TRAIN_METRIC_PRE = HookSpec(
     purpose="The arguments of the train metrics' update_state",
     arguments=(LOSS, OUTPUT, BATCH, TRAIN_MODEL, STEP, OBJECTIVE, TURN),
     returns="arguments of update_state, or a dict of such by metric",
-    default="metric_pre; if it returns a dict, the values for the train metrics",
+    default="metric_pre; of a dict that it returns, the values for the train metrics",
     example="""\
 def train_metric_pre(loss):
     return {"mean_loss": loss}
@@ -489,9 +512,9 @@ EVERY_STEPS = HookSpec(
     form=Form.SCHEDULE,
     purpose="{N: function or list of functions}, run after every N-th step",
     details=(
-        "The functions run in every process of a cluster. With several objectives, loss, gradients "
-        "and variables are dicts by name. A function that names only dev, step and chief may be "
-        "marked @ctl.deferred, and then costs no graph call of its own."
+        "The functions run in every process of a cluster. With several objectives, loss, "
+        "gradients and variables are dicts by name. A function that takes only dev, step and "
+        "chief can be marked @ctl.deferred, so that it does not interrupt the graph call."
     ),
     arguments=STEP_HOOK_ARGUMENTS,
     default="{1: print_step, 10: print_loss}",
@@ -524,18 +547,18 @@ CREATE_EVAL_DATASET = HookSpec(
     place=Place.SETUP,
     purpose="The evaluation data, one pass",
     details=(
-        "Each example counts exactly once. With a dict of sets, values are called NAME/loss and "
-        "so on."
+        "Each example counts exactly once. With a dict of datasets, the names of values are "
+        "NAME/loss and so on."
     ),
     arguments=(
         Argument("global_batch_size", "int", "the setting eval_batch_size, or else batch_size"),
         Argument("per_replica_batch_size", "int", "the same number"),
     ),
     returns=(
-        "tf.data.Dataset or reader in Python of batches, the last one may be smaller; or a dict of "
-        "such by name"
+        "tf.data.Dataset or Python reader of batches, of which the last may be smaller; or a "
+        "dict of these by name"
     ),
-    default="none: no evaluation",
+    default="no evaluation",
     example="""\
 def create_eval_dataset(global_batch_size):
     return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(global_batch_size)
@@ -544,7 +567,7 @@ def create_eval_dataset(global_batch_size):
 CREATE_METRICS = HookSpec(
     name="create_metrics",
     place=Place.SETUP,
-    purpose="What an evaluation measures besides the loss",
+    purpose="The metrics of an evaluation, in addition to the loss",
     returns="dict of Keras metrics by name, none of them loss",
     default="{}",
     example="""\
@@ -584,8 +607,8 @@ AFTER_EVAL = HookSpec(
     form=Form.FUNCTIONS,
     purpose="A function or a list of functions, run after each evaluation",
     details=(
-        "It may do what every_steps functions may, such as lr.assign, manager.save or raise "
-        "ctl.StopTraining. A checkpoint of the same step holds the changes."
+        "It can do the same as functions of every_steps, such as lr.assign, manager.save and "
+        "raise ctl.StopTraining. A checkpoint of the same step includes the changes."
     ),
     arguments=AFTER_EVAL_ARGUMENTS,
     default="nothing is done",
@@ -599,7 +622,10 @@ AT_END = HookSpec(
     name="at_end",
     place=Place.HOST,
     form=Form.FUNCTIONS,
-    purpose="A function or a list of functions, run once everything has been trained and saved",
+    purpose=(
+        "A function or a list of functions, run once after training has ended and "
+        "everything is saved"
+    ),
     arguments=(
         Argument(
             "reason",

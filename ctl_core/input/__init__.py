@@ -1,1 +1,1 @@
-"""The training data: the dataset of the hooks -> global batches -> the share of each replica."""
+"""Reads the dataset of the hooks, and divides its global batches among the replicas."""

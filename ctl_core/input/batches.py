@@ -1,8 +1,9 @@
-"""Cuts a global batch into shares: the rows of each replica in each micro-batch.
+"""Cuts a global batch into shares. A share contains the rows of one replica in one micro-batch.
 
-The numbers of rows of the N x A shares, of N replicas and A micro-batches, differ by one at most.
-So a batch that N x A does not divide, a smaller last batch and a resume on other devices are no
-special cases: a run is a function of the data, the seed and the global batch.
+With N replicas and A micro-batches, a global batch has N x A shares. Their numbers of rows differ
+by at most one. Therefore, a batch size that is not divisible by N x A, a smaller last batch, and a
+resume on another number of devices need no special treatment: the result of a run depends only on
+the data, the seed and the global batch size.
 """
 
 import dataclasses
@@ -17,17 +18,18 @@ from ctl_core.types import AnyTensor, Batch, BatchSpec, Count, PerReplica, Struc
 
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
-    """How a global batch is shared out.
+    """The sizes that determine how a global batch is divided into shares.
 
     Attributes:
         batch: the number of examples in a global batch, B
         replicas: the number of replicas in all processes, N
         accumulate_steps: the number of micro-batches, A
-        by_rows: whether a share is some rows of the global batch; otherwise it is an element of the
-            dataset, see sharing.py
-        logical_replicas: the number of logical replicas, V, which take the shares instead of
-            replicas and micro-batches; None without the setting
-        element_spec: the specification of the elements of the dataset, if these are shares
+        by_rows: True if a share consists of rows of the global batch; False if a share is a whole
+            element of the dataset, see sharing.py
+        logical_replicas: the number of logical replicas, V; None if they are not used. If they are
+            used, each logical replica has one share, and N and A do not affect the shares
+        element_spec: the specification of the elements of the dataset if ``by_rows`` is False;
+            otherwise None
     """
 
     batch: int
@@ -46,18 +48,18 @@ class BatchShape:
 
     @property
     def per_replica(self) -> int:
-        """The number of examples that each share has at least."""
+        """The global batch size divided by the number of shares, rounded down, but at least 1."""
         return max(1, self.batch // self.shares)
 
     def count_rows_of(
         self, replica: Count, examples: Count
     ) -> tuple[tf.Tensor | None, tf.Tensor | None]:
-        """Returns how many rows of a global batch a replica has, and whether there are any.
+        """Returns the number of rows of a replica in a global batch, and whether it has any.
 
-        Both are None if all replicas have the same number.
+        Both values are None if all replicas have the same number of rows.
 
         Args:
-            replica: the number of the replica among those of all processes
+            replica: the index of the replica among the replicas of all processes
             examples: the number of examples in the batch
         """
         if isinstance(examples, int) and examples % self.shares == 0:
@@ -69,7 +71,7 @@ class BatchShape:
         return rows, rows > 0
 
     def count_rows_before(self, replica: Count, examples: Count) -> tf.Tensor:
-        """Returns how many rows of a global batch the replicas before this one have, an int32."""
+        """Returns the number of rows of all replicas with an index below ``replica``, an int32."""
         replica = tf.cast(replica, tf.int32)
         replicas = tf.range(self.replicas)
         rows, _ = self.count_rows_of(replicas, examples)
@@ -82,11 +84,12 @@ class Share(NamedTuple):
     """The rows of one replica in a micro-batch.
 
     Attributes:
-        batch: the rows; without any, the placeholder is an existing row, which counts nowhere
-        rows: the number of rows, an int32 scalar; None if all shares have the same number
-        present: whether there are rows, a scalar bool; None if that is certain
-        together: the number of rows that all replicas have in the micro-batch, an int32 scalar;
-            None if ``rows`` is None
+        batch: the rows. If the share is empty, this is a placeholder: an existing row of the batch,
+            which does not affect any result
+        rows: the number of rows, an int32 scalar; None if all shares have the same number of rows
+        present: whether the share has any rows, a bool scalar; None if every share has rows
+        together: the total number of rows of all replicas in the micro-batch, an int32 scalar; None
+            if all replicas have the same number of rows, or if replica 0 has all rows
     """
 
     batch: Batch
@@ -96,19 +99,19 @@ class Share(NamedTuple):
 
 
 def find_start(share: Count, examples: Count, shares: int) -> tf.Tensor:
-    """Returns the first row of a share; shares with one more row come first."""
+    """Returns the index of the first row of a share. Larger shares come before smaller ones."""
     return share * (examples // shares) + tf.minimum(share, examples % shares)
 
 
 def find_rows(device_shares: range, examples: Count, shares: int) -> tuple[Count, Count]:
-    """Returns the first row of the shares of a device, and their number of rows.
+    """Returns the index of the first row of a device, and the number of rows of the device.
 
     If the number of examples varies, a device without rows gets the last row as a placeholder.
 
     Args:
-        device_shares: the indices of the shares
+        device_shares: the indices of the shares that belong to the device
         examples: the number of examples, an int if it is fixed, otherwise an int32 tensor
-        shares: the number of all shares
+        shares: the total number of shares on all devices
     """
     if isinstance(examples, int):
         first, end = (
@@ -131,11 +134,11 @@ def take_share(
     """Returns the rows of a share.
 
     Args:
-        batch: a structure of tensors, each of which has a row for each example, or is a scalar
+        batch: a structure of tensors; each tensor has one row per example, or is a scalar
         examples: the number of examples, an int if it is fixed, otherwise an int32 tensor
         index: the index of the share, an int or an int32 tensor
-        shares: the number of shares
-        replicas: the number of shares that make a micro-batch
+        shares: the number of shares in the global batch
+        replicas: the number of shares in a micro-batch
     """
     if shares == 1:
         return Share(batch)
@@ -157,13 +160,13 @@ def take_share(
 
 
 def pack_elements(elements: list[Batch]) -> tf.Tensor:
-    """Returns elements, whose tensors may differ in shape, as one tensor.
+    """Packs elements into one tensor. The tensors of the elements may differ in shape.
 
     Args:
-        elements: structures of tensors of the same types
+        elements: the elements, which have the same structure and the same dtypes
 
     Returns:
-        A string tensor with a row for each element, and a column for each tensor of it.
+        A string tensor with one row for each element, and one column for each tensor in an element.
     """
     rows = []
     for element in elements:
@@ -173,7 +176,12 @@ def pack_elements(elements: list[Batch]) -> tf.Tensor:
 
 
 def unpack_element(row: tf.Tensor, spec: BatchSpec) -> Batch:
-    """Returns the element of a row of ``pack_elements``; ``spec`` is its specification."""
+    """Returns an element that was packed by ``pack_elements``.
+
+    Args:
+        row: the row of the packed tensor that contains the element
+        spec: the specification of the element
+    """
     with tf.device("CPU:0"):
         tensors = [
             tf.ensure_shape(tf.io.parse_tensor(row[column], tensor_spec.dtype), tensor_spec.shape)
@@ -183,7 +191,7 @@ def unpack_element(row: tf.Tensor, spec: BatchSpec) -> Batch:
 
 
 def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> Share:
-    """Returns a share whose fields have a value for each replica of this process."""
+    """Combines the shares of this process's replicas into one share with per-replica values."""
     fields: list[PerReplica | None] = []
     for values in zip(*shares, strict=True):
         if values[0] is None:
@@ -194,7 +202,7 @@ def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> 
 
 
 def find_first_replica(strategy: tf.distribute.Strategy) -> int:
-    """Returns the number of the first of this process's replicas, among those of all processes."""
+    """Returns the index of this process's first replica among the replicas of all processes."""
     resolver = strategy.cluster_resolver
     if resolver is None:
         return 0
@@ -202,15 +210,17 @@ def find_first_replica(strategy: tf.distribute.Strategy) -> int:
 
 
 def take_batch_rows(batch: Batch, first: Count, size: Count) -> Batch:
-    """Returns ``size`` rows of a batch from ``first`` on."""
+    """Returns ``size`` rows of a batch, starting at row ``first``."""
     return tf.nest.map_structure(lambda tensor: take_rows(tensor, first, size), batch)
 
 
 def take_rows(tensor: AnyTensor, first: Count, size: Count) -> AnyTensor:
-    """Returns ``size`` rows of a tensor from ``first`` on; a scalar belongs to all rows.
+    """Returns ``size`` rows of a tensor, starting at row ``first``.
+
+    A scalar is returned unchanged, because it belongs to all rows.
 
     Args:
-        tensor: dense, ragged or sparse
+        tensor: a dense, ragged or sparse tensor
         first: the index of the first row
         size: the number of rows
     """
@@ -221,18 +231,21 @@ def take_rows(tensor: AnyTensor, first: Count, size: Count) -> AnyTensor:
     if tensor.shape.rank == 0:
         return tensor
     if isinstance(size, int) and not isinstance(tensor, tf.RaggedTensor):
-        # Written out, the lengths stay known where ``first`` is a tensor.
+        # With explicit sizes, the static shape of the slice is known even if ``first`` is a tensor.
         lengths = [-1 if length is None else length for length in tensor.shape[1:]]
         return tf.slice(tensor, [first] + [0] * len(lengths), [size, *lengths])
     return tensor[first : first + size]
 
 
 def keep_rows_if(present: tf.Tensor, values: Structure) -> Structure:
-    """Returns a structure of tensors, without rows if those are placeholders.
+    """Removes the rows of all tensors in a structure if these rows are placeholders.
 
     Args:
-        present: whether the replica has rows of its own, a scalar bool
-        values: the structure, which may have other values, too
+        present: whether the rows are real rather than placeholders, a bool scalar
+        values: the structure. Scalars, and values that are not tensors, are not changed
+
+    Returns:
+        The structure, in which tensors have 0 rows if ``present`` is False.
     """
 
     def keep(value: AnyTensor) -> AnyTensor:
@@ -250,13 +263,17 @@ def count_rows(batch: Batch) -> tf.Tensor:
 
 
 def add_to_digest(digest: tf.Tensor | tf.Variable, batch: Batch) -> tf.Tensor:
-    """Returns a checksum of the shapes and of one row of each batch so far, an int64 scalar.
+    """Adds a batch to a checksum of batches.
 
-    The checksum of the earlier batches chooses the row, so it differs from batch to batch.
+    The checksum covers the shapes of each batch and one of its rows. The checksum of the earlier
+    batches determines the index of this row, so the index changes from batch to batch.
 
     Args:
         digest: the checksum of the earlier batches
-        batch: the batch that is added
+        batch: the batch to add
+
+    Returns:
+        The checksum of all batches, an int64 scalar.
     """
     digest = tf.convert_to_tensor(digest)
     tensors = tf.nest.flatten(batch, expand_composites=True)
@@ -266,7 +283,10 @@ def add_to_digest(digest: tf.Tensor | tf.Variable, batch: Batch) -> tf.Tensor:
 
 
 def _take_row(tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-    """Returns the row of a dense tensor at ``number`` modulo its rows; a scalar as it is."""
+    """Returns the row at the index ``number`` modulo the number of rows.
+
+    A scalar is returned unchanged.
+    """
     if tensor.shape.rank == 0:
         return tensor
     rows = tf.shape(tensor, tf.int64)[0]
@@ -275,7 +295,7 @@ def _take_row(tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
 
 
 def has_varying_widths(spec: BatchSpec) -> bool:
-    """Returns whether dense tensors of elements may differ in more than their first dimension."""
+    """Returns whether the shape of a dense tensor may vary in a dimension other than the first."""
     shapes = [
         tensor_spec.shape
         for tensor_spec in tf.nest.flatten(spec)
@@ -285,12 +305,14 @@ def has_varying_widths(spec: BatchSpec) -> bool:
 
 
 def set_rows(spec: tf.TypeSpec, rows: int | None = None, name: str | None = None) -> tf.TypeSpec:
-    """Returns the specification of a tensor with another number of rows; a scalar's stays.
+    """Returns the specification of a tensor with another number of rows.
+
+    The shape of a scalar is not changed, because a scalar has no rows.
 
     Args:
-        spec: a specification of a dense, ragged or sparse tensor
-        rows: the number of rows; None: any
-        name: the name of a dense tensor
+        spec: the specification of a dense, ragged or sparse tensor
+        rows: the new number of rows; None allows any number
+        name: the name of the new specification, used only for a dense tensor
     """
     shape = spec.shape
     if shape.rank:
@@ -303,7 +325,7 @@ def set_rows(spec: tf.TypeSpec, rows: int | None = None, name: str | None = None
 
 
 def make_placeholders(spec: BatchSpec) -> Batch:
-    """Returns a batch without values for a specification, in a graph."""
+    """Returns a batch of graph placeholders that match a specification."""
     return tf.nest.map_structure(
         lambda tensor_spec: tf.compat.v1.placeholder(tensor_spec.dtype, tensor_spec.shape),
         spec,

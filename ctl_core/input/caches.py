@@ -1,8 +1,9 @@
-"""Files in which a pipeline caches its elements: ``dataset.cache(FILE)`` and ``dataset.snapshot``.
+"""Finds cache files (``dataset.cache(FILE)``) and snapshots in the training data's pipeline.
 
-TensorFlow writes such a file in the first pass. A process that is killed meanwhile leaves parts and
-a lock, with which the pipeline can be neither started nor resumed. The files are the user's: here,
-they are found and named, and nothing is deleted.
+TensorFlow writes a cache file during the first pass over the data. If the process is killed during
+this pass, partial files and a lock file remain. As long as they exist, the pipeline can be neither
+started nor resumed. The files belong to the user, so this module only reports them and never
+deletes a file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ctl_core.hooks.hooks import Hook
 
 
 def list_cache_files(dataset: tf.data.Dataset) -> list[str]:
-    """Returns the files that the stages of a pipeline cache elements in."""
+    """Returns the files in which the stages of a pipeline cache elements."""
     return [file for file in map(read_cache_file, list_stages(dataset)) if file]
 
 
@@ -31,19 +32,23 @@ def list_unfinished_caches(dataset: tf.data.Dataset) -> list[str]:
 
 
 def has_snapshot(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a stage of a pipeline is a snapshot, whose position cannot be restored."""
+    """Returns whether a pipeline contains a snapshot stage.
+
+    The position of a pipeline with such a stage cannot be restored.
+    """
     return any(map(is_snapshot, list_stages(dataset)))
 
 
 def refuse_unfinished_caches(hook: Hook, dataset: tf.data.Dataset) -> None:
-    """Refuses a pipeline with a cache file that another process has not finished.
+    """Rejects a pipeline if another process has left one of the cache files unfinished.
 
     Raises:
-        SetupError: there are such files; the message names them.
+        SetupError: a cache file is unfinished; the message names it.
     """
     for file in list_unfinished_caches(dataset):
         if tf.io.gfile.glob(f"{file}_*"):
-            gc.collect()  # an iterator of this process that nobody uses removes its own files
+            # An unused iterator of this process removes its cache files when it is deleted.
+            gc.collect()
         leftovers = sorted(tf.io.gfile.glob(f"{file}_*"))
         if leftovers:
             to_delete = " ".join(leftovers)
@@ -56,22 +61,22 @@ def refuse_unfinished_caches(hook: Hook, dataset: tf.data.Dataset) -> None:
 
 
 def refuse_shared_caches(hook: Hook, dataset: tf.data.Dataset, cluster: Cluster) -> None:
-    """Refuses a cache file that several processes of a cluster would write at once.
+    """Rejects a pipeline if several processes of a cluster would write the same cache file at once.
 
-    Every process has to call this.
+    Every process must call this function, because the processes exchange values.
 
     Raises:
-        SetupError: two processes on one machine use the same file, and it is not complete.
+        SetupError: two processes on one machine use the same unfinished cache file.
     """
     files = list_unfinished_caches(dataset)
-    checksum = 0  # of a process without such a file
+    checksum = 0  # 0 means that this process has no unfinished cache file
     if files:
         place = f"{platform.node()}:{sorted(map(os.path.abspath, files))}"
         checksum = zlib.crc32(place.encode()) + 1
     checksums = [int(value) for value in cluster.gather([checksum]).ravel() if value]
     if len(set(checksums)) < len(checksums):
-        file = files[0] if files else ""  # this process may have none
+        file = files[0] if files else ""  # this process itself may have no unfinished cache file
         raise hook.reject(
-            f"several processes would write the cache file {file} at once; "
-            "name one for each process, such as f'cache-{os.getpid()}', or cache in memory."
+            f"several processes would write the cache file {file} at once; use one file per "
+            f"process, such as f'cache-{os.getpid()}', or cache in memory."
         )

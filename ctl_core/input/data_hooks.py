@@ -1,8 +1,8 @@
-"""Calls the hooks of the training data: ``create_dataset`` and then ``make_batches``.
+"""Calls the hooks that create the training data: ``create_dataset``, then ``make_batches``.
 
-Iterators of one dataset share the state of its shuffles. So the dataset that is trained on is never
-read for another purpose: an inspection reads a second one, which the same hooks create from the
-same seed.
+All iterators of a dataset share the state of its shuffle stages. Therefore, the training dataset is
+never read for any other purpose. To inspect the data, the engine calls the same hooks again with
+the same seed, and reads this second dataset.
 """
 
 import dataclasses
@@ -20,14 +20,16 @@ from ctl_core.types import Batch
 
 @dataclasses.dataclass(frozen=True)
 class HookedData:
-    """The dataset that a call of the data hooks returned.
+    """The results of one call of the data hooks.
 
     Attributes:
-        dataset: the dataset whose elements are used
-        hook: the hook that returned it, for messages
-        reader: reads the object of ``create_dataset``; None for a tf.data.Dataset
-        is_stream: whether ``make_batches`` returned another dataset than the repeated one that it
-            was given; that one has no passes, because it has to be endless
+        dataset: the dataset to read: that of ``make_batches`` if ``is_stream`` is True, otherwise
+            that of ``create_dataset``
+        hook: the hook that returned ``dataset``; error messages name this hook
+        reader: the reader of the object that ``create_dataset`` returned; None if the object is a
+            tf.data.Dataset
+        is_stream: whether ``make_batches`` returned a new dataset rather than the repeated dataset
+            that was passed to it. A new dataset must be endless, so it has no passes
     """
 
     dataset: tf.data.Dataset
@@ -37,14 +39,14 @@ class HookedData:
 
 
 class DataHooks:
-    """Calls the data hooks with the sizes of a run."""
+    """Calls the data hooks with the batch sizes of a run."""
 
     def __init__(self, hooks: Hooks, seed: int, batch: int, replicas: int) -> None:
-        """Stores the arguments of the hooks.
+        """Stores the hooks and their arguments.
 
         Args:
             hooks: the hooks of the run
-            seed: seeds Python, NumPy, TensorFlow and Keras before each call
+            seed: the seed of Python, NumPy, TensorFlow and Keras, which is set before each call
             batch: the global batch size
             replicas: the number of replicas in all processes
         """
@@ -54,15 +56,15 @@ class DataHooks:
         self._replicas = replicas
 
     def call(self, per_replica_batch_size: int, reader: Reader | None = None) -> HookedData:
-        """Calls the hooks.
+        """Calls ``create_dataset`` and ``make_batches``.
 
         Args:
-            per_replica_batch_size: an argument of the hooks
-            reader: the reader of an earlier call, which is used again if ``create_dataset`` returns
-                the same object again
+            per_replica_batch_size: the argument of this name that is passed to the hooks
+            reader: the reader that an earlier call returned. It is used again if ``create_dataset``
+                returns the same object again
 
         Raises:
-            SetupError: a hook returned something else than a dataset or a reader.
+            SetupError: a hook returned neither a dataset nor a reader.
         """
         create_dataset = self._hooks.create_dataset
         make_batches = self._hooks.make_batches
@@ -92,8 +94,8 @@ class DataHooks:
     def read_first(self, data: HookedData, per_replica_batch_size: int) -> Batch | None:
         """Returns the first element of the data, or None if there is no element.
 
-        ``data`` stays unread: unless its reader knows the element already, the hooks are called
-        again.
+        This method does not read ``data.dataset``. If the reader has stored the first element, that
+        element is returned. Otherwise, the method calls the hooks again, and reads the new dataset.
         """
         if data.reader is not None and not data.is_stream:
             return tf.nest.map_structure(tf.constant, data.reader.first_element)

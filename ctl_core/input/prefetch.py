@@ -1,4 +1,4 @@
-"""Reads ahead: prepares elements while others are used, and reads many batches at once."""
+"""Prefetches elements while training uses earlier ones, and reads many batches at once."""
 
 import math
 
@@ -7,28 +7,33 @@ import tensorflow as tf
 from ctl_core.compat import is_tuned
 from ctl_core.types import Batch, Structure
 
-# Every checkpoint holds a unit, and the units that were read ahead.
+# The maximum size (bytes) of a unit, which is a group of batches that are read at once. Units must
+# be small, because every checkpoint contains the current unit and the prefetched units.
 UNIT_BYTES = 2**22
-# More batches in a unit are not faster.
+# The maximum number of batches in a unit. Larger units are not faster.
 _MAX_BATCHES = 100
-# Fewer batches in a unit are not faster than batches one by one: measured with batches of 2.4 MB.
+# The minimum number of batches in a unit. Smaller units are not faster than reading the batches one
+# by one, according to measurements with batches of 2.4 MB.
 _MIN_BATCHES = 4
 
 
 def read_ahead(
     dataset: tf.data.Dataset, for_long: bool, number: int = tf.data.AUTOTUNE
 ) -> tf.data.Dataset:
-    """Returns the dataset, which prepares elements while others are used.
+    """Adds prefetching to a dataset, so that elements are prepared while earlier ones are used.
 
-    A prefetch tunes itself. Other stages are tuned by a thread. When an iterator is deleted on a
-    busy machine, Python may wait up to a minute for that thread to end (TensorFlow 2.21 wakes it
-    before it can see that it should end). So parallel stages are tuned only if that pays.
+    A prefetch stage tunes its own buffer size. A thread of tf.data (autotune) tunes the parallelism
+    of the other stages. When an iterator is deleted on a busy machine, Python may wait up to a
+    minute for this thread to end, because TensorFlow 2.21 wakes the thread before the thread can
+    see that it should end. Therefore, autotune is disabled unless the dataset is read for a long
+    time and has a stage to tune. If the user has enabled or disabled autotune for the dataset, that
+    choice is kept.
 
     Args:
         dataset: the dataset to read
-        for_long: whether it is read for long; otherwise each parallel stage makes one call for each
-            core
-        number: the number of elements that are read ahead
+        for_long: whether the dataset is read for a long time. Otherwise, autotune is disabled, and
+            a parallel stage makes as many parallel calls as there are CPU cores
+        number: the number of elements to prefetch
     """
     is_worth_tuning = for_long and is_tuned(dataset)
     if not is_worth_tuning and dataset.options().autotune.enabled is None:
@@ -39,11 +44,12 @@ def read_ahead(
 
 
 class StackedBatches(tf.Module):  # type: ignore[misc]
-    """Reads units, each of many batches, and returns their batches one after the other.
+    """Reads units, each a stack of many batches, and returns the batches in order.
 
-    An executable of many steps takes its batches stacked: to draw a single batch would take longer
-    than the step of a small model. A checkpoint in the middle of a unit holds the unit, the number
-    of its batches that were drawn, and the position of ``stream``, which reads units.
+    An executable that takes many steps needs stacked batches, because drawing a single batch takes
+    longer than one step of a small model. A checkpoint that is saved in the middle of a unit
+    contains the unit, the number of batches drawn from it, and the position of ``stream``, the
+    iterator over the units.
     """
 
     def __init__(self, dataset: tf.data.Dataset, number: int) -> None:
@@ -70,11 +76,16 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
         return tf.nest.map_structure(lambda stacked: stacked[first], unit)
 
     def take(self, limit: tf.Tensor) -> tuple[Structure, tf.Tensor, tf.Tensor]:
-        """Draws batches: as many as the unit has left, or ``limit``, an int32 scalar, if fewer.
+        """Draws at most ``limit`` batches, and no more than the current unit has left.
+
+        If all batches of the current unit have been drawn, the next unit is read first.
+
+        Args:
+            limit: the maximum number of batches to draw, an int32 scalar
 
         Returns:
-            The stacked batches of the unit, the index of the first batch that is drawn, and the
-            number of batches that are drawn.
+            The stacked batches of the unit, the index of the first batch drawn, and the number of
+            batches drawn.
         """
         first = tf.cond(self._drawn < self._number, self._drawn.read_value, self._read)
         number = tf.minimum(limit, self._number - first)
@@ -90,7 +101,10 @@ class StackedBatches(tf.Module):  # type: ignore[misc]
 
 
 def count_batches(dataset: tf.data.Dataset) -> int:
-    """Returns the number of batches in a unit, or 0 if batches are so large that no unit pays."""
+    """Returns the number of batches in a unit, or 0 if batches should be read one by one.
+
+    Units of large batches would contain too few batches to make reading faster.
+    """
     specs = tf.nest.flatten(dataset.element_spec)
     size = sum(spec.dtype.size * math.prod(spec.shape.as_list()) for spec in specs)
     number = min(_MAX_BATCHES, UNIT_BYTES // max(size, 1))

@@ -1,15 +1,18 @@
 """Reads Python objects as datasets, and saves and restores their position.
 
-A reader is an iterable whose iterators each read a pass. It may have a state: ``get_state()`` and
-``set_state(state)``, after which the rest of a pass is read from that state on. grain has these
-methods on its iterators, torchdata calls them ``state_dict`` and ``load_state_dict``, and for a
-PyDataset they are added here. Iterables without a state can be read, too.
+A reader is an iterable. Each of its iterators reads one pass over the data. A reader may have a
+state, which ``get_state()`` returns. After ``set_state(state)``, reading continues from this state
+to the end of the pass. In grain, the iterators have these methods. In torchdata, the methods are
+called ``state_dict`` and ``load_state_dict``. For a PyDataset, this module implements them.
+Iterables without a state can be read, too.
 
-A position consists of the state before the element that holds the last example used, the number of
-its examples that were used, and a checksum of the element. The checksum detects readers that return
-other elements when their state is restored. Because TensorFlow reads ahead, each element is stored
-with the index of its first example among those that steps use, until training reports that they
-have been used.
+A position has three parts: the state before the element that contains the last used example, the
+number of examples of this element that were used, and a checksum of the element. The checksum
+detects readers that return different elements after their state is restored.
+
+TensorFlow prefetches elements before training uses them. Therefore, each element is stored until
+training reports that its examples have been used. The index of its first example, counted over all
+examples that steps use, is stored with it.
 """
 
 from __future__ import annotations
@@ -42,14 +45,15 @@ Element: TypeAlias = Structure
 # The result of ``get_state``.
 ReaderState: TypeAlias = Any
 
-# Values that ``ast.literal_eval`` reads.
+# Values that ``ast.literal_eval`` can parse.
 Literals: TypeAlias = Any
 
-# The state before an element, the number of its examples that were used, and its checksum.
+# The state before an element, the number of used examples in the element, and its checksum.
 Position: TypeAlias = tuple[ReaderState, int, int]
 
 _END = object()
-# An array or a list can be iterated over, but its rows are not batches.
+# Objects of these types are not accepted as readers. Most can be iterated over, but their items are
+# not batches.
 _NO_READERS = (str, bytes, list, tuple, dict, set, np.ndarray, tf.Tensor, type)
 
 
@@ -59,13 +63,14 @@ def open_reader(
     call_again: Callable[[], Readable],
     previous: Reader | None = None,
 ) -> Reader | None:
-    """Returns the reader of the object that a hook returned; None for a tf.data.Dataset.
+    """Returns a reader for the object that a hook returned, or None for a tf.data.Dataset.
 
     Args:
         hook: the hook
         returned: the object that the hook returned
-        call_again: calls the hook again
-        previous: the reader of an earlier call, which is returned if it reads the same object
+        call_again: a function that calls the hook again
+        previous: the reader that an earlier call returned. It is returned again if it reads the
+            same object
 
     Raises:
         SetupError: the object cannot be read.
@@ -92,19 +97,20 @@ class StateMethods(NamedTuple):
 
 
 class DrawnElement(NamedTuple):
-    """An element, and the state of its reader before it."""
+    """An element, and the state of its reader immediately before the element was read."""
 
     state: ReaderState
     element: Element
 
 
 class UsedElement(NamedTuple):
-    """An element of which steps use examples.
+    """An element whose examples are used by steps.
 
     Attributes:
-        first_example: the index of its first example among those that steps use
-        state: the state of the reader before it
-        element: the element
+        first_example: the index of the element's first example, counted over all examples that
+            steps use
+        state: the state of the reader immediately before the element was read
+        element: the element itself
     """
 
     first_example: int
@@ -113,12 +119,13 @@ class UsedElement(NamedTuple):
 
 
 class Reading:
-    """The elements from one position on, pass after pass, and how many of them were used.
+    """The elements that follow a position, over all passes, and a record of the examples used.
 
     Attributes:
-        passes: yields elements, and None after each pass
-        skipped: the number of examples of the next element that had been used at the position
-        is_taken: whether a dataset reads the elements
+        passes: an iterator over elements, which yields None after each pass
+        skipped: the number of examples in the next element that had already been used when the
+            position was saved
+        is_taken: whether a dataset already reads these elements
     """
 
     def __init__(
@@ -127,7 +134,7 @@ class Reading:
         position: Position | None = None,
         skipped: int = 0,
     ) -> None:
-        """Begins at a position; None is the start."""
+        """Starts at a position; None means the start of the data."""
         self.passes = passes
         self.skipped = skipped
         self.is_taken = False
@@ -140,13 +147,16 @@ class Reading:
         self._elements.append(element)
 
     def note_used(self, examples: int) -> None:
-        """Notes that training used more examples, and drops elements before the last of them."""
+        """Records that training used more examples.
+
+        Elements before the one that contains the last used example are dropped.
+        """
         self._examples_used += examples
         while len(self._elements) > 1 and self._elements[1].first_example < self._examples_used:
             self._elements.popleft()
 
     def find_position(self) -> Position | None:
-        """Returns the position after the last example used; None at the start."""
+        """Returns the position after the last used example; None means the start of the data."""
         if self._examples_used == 0:
             return self._position
         first_example, state, element = self._elements[0]
@@ -154,28 +164,32 @@ class Reading:
 
 
 class Reader:
-    """Reads the object that a hook returned, from its start or from the position of ``go_to``.
+    """Reads the object that a hook returned, from its start or from a position set by ``go_to``.
 
     Attributes:
         readable: the object that the hook returned
-        first_element: the first element
-        spec: the specification of elements, with any number of rows
-        obstacle: the reason why its position cannot be saved, or None
+        first_element: the first element of the data
+        spec: the specification of the elements, which allows any number of rows
+        obstacle: the reason why the position of the reader cannot be saved; None if it can be saved
     """
 
     def __init__(self, readable: Readable, call_again: Callable[[], Readable]) -> None:
-        """Reads the first element; ``call_again`` calls the hook again.
+        """Reads the first element.
+
+        Args:
+            readable: the object that the hook returned
+            call_again: a function that calls the hook again
 
         Raises:
-            ValueError: there is no element. Errors of the object itself are raised unchanged.
+            ValueError: the object has no element. Errors that the object raises are passed on.
         """
         self.readable = readable
         self._call_again = call_again
-        self._goes_on = False  # whether passes were read one after the other
+        self._goes_on = False  # whether a dataset has read one pass after another
         passes = _read_passes(readable)
         first = next(passes)
         if first is None:
-            raise ValueError("the reader has no element")
+            raise ValueError("the reader has no elements")
         self._start = first.state
         self.first_element = first.element
         self._reading = Reading(itertools.chain([first], passes))
@@ -188,7 +202,11 @@ class Reader:
             self.obstacle = f"a {type(readable).__name__} has no get_state and set_state"
 
     def _open(self, state: ReaderState) -> Iterator[DrawnElement | None]:
-        """Reads from a state; calls the hook again for objects without one or that have changed."""
+        """Reads the passes of the object from a state.
+
+        If the object has no state, or if reading may have changed it, the hook is called again to
+        create a new object.
+        """
         if self._start is not None and not self._can_have_changed():
             return _read_passes(self.readable, state)
         readable = self._call_again()
@@ -197,14 +215,14 @@ class Reader:
             is_used_up or isinstance(readable, keras.utils.PyDataset)
         ):
             raise ValueError(
-                f"the {type(readable).__name__} is made outside of the hook, and cannot be read "
-                "again; make it inside"
+                f"the {type(readable).__name__} was created outside the hook, and can be read "
+                "only once; create it inside the hook"
             )
         self.readable = readable
         return _read_passes(readable, state)
 
     def _can_have_changed(self) -> bool:
-        """Returns whether reading may have changed the object, so that it cannot start again."""
+        """Returns whether reading may have changed the object, so that it cannot be read again."""
         kind = type(self.readable)
         if hasattr(kind, "__next__"):
             return True
@@ -219,94 +237,113 @@ class Reader:
     def read(
         self, goes_on: bool, count: Callable[[Element], int] | None = None, multiple: int = 1
     ) -> tf.data.Dataset:
-        """Returns a dataset of the elements of a pass, which ends when another begins to be read.
+        """Returns a dataset of the elements of one pass.
+
+        The dataset ends early if another dataset begins to read the same object.
 
         Args:
-            goes_on: whether each iteration reads the next pass, or the first pass again
-            count: returns how many examples of an element steps use; only for the dataset whose
-                position is saved
-            multiple: the number of examples of a pass that steps use is a multiple of this
+            goes_on: True if each iteration over the dataset reads the next pass; False if each
+                iteration reads the first pass again
+            count: a function that returns the number of examples that steps use from an element. It
+                is passed only for the dataset whose position is saved
+            multiple: the number of examples that steps use in a pass is a multiple of this number,
+                because batches that are not full are dropped
         """
         generate_pass = _PassGenerator(self, goes_on, count, multiple)
         dataset = tf.data.Dataset.from_generator(generate_pass, output_signature=self.spec)
-        if getattr(self.readable, "num_batches", 0) is None:  # a PyDataset without an end
+        if getattr(self.readable, "num_batches", 0) is None:  # the object is an endless PyDataset
             endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
             dataset = dataset.apply(endless)
         return dataset
 
     def take_reading(self) -> Reading:
-        """Returns elements for a dataset, which no other dataset reads."""
+        """Returns the elements for one dataset.
+
+        If another dataset already reads the elements, the data are read from their start again.
+        """
         if self._reading.is_taken:
             self._reading = Reading(self._open(self._start))
         self._reading.is_taken = True
         return self._reading
 
     def note_going_on(self) -> None:
-        """Notes that passes are read one after the other."""
+        """Records that a dataset reads one pass after another."""
         self._goes_on = True
 
     def draw_first(self, reading: Reading) -> DrawnElement | None:
-        """Draws the first element of a pass; None if the pass is empty."""
+        """Draws the first element of a pass; returns None if the pass is empty."""
         drawn = next(reading.passes)
         if drawn is None and hasattr(self.readable, "__next__"):
-            # An iterator is used up after a pass: the hook returns another one.
+            # An iterator is exhausted after one pass, so the hook is called to create a new one.
             reading.passes = self._open(self._start)
             drawn = next(reading.passes)
         return drawn
 
     def draw_next(self, reading: Reading) -> DrawnElement | None:
-        """Draws the next element; None if the pass ends, or if another dataset began to read."""
+        """Draws the next element of a pass.
+
+        Returns None at the end of the pass, or if another dataset has begun to read the object.
+        """
         if reading is not self._reading:
             return None
         return next(reading.passes)
 
     def check(self, element: Element) -> None:
-        """Compares an element with the specification.
+        """Checks that an element matches the specification of elements.
 
         Raises:
-            ValueError: it has other shapes or types.
+            ValueError: the element has another structure, or other shapes or dtypes.
         """
         spec = tf.nest.map_structure(_describe, element)
         tf.nest.assert_same_structure(self.spec, spec)
         pairs = zip(tf.nest.flatten(self.spec), tf.nest.flatten(spec), strict=True)
         if not all(expected.is_compatible_with(actual) for expected, actual in pairs):
             raise ValueError(
-                f"an element is {describe(spec)}, expected {describe(self.spec)}; sizes that vary "
-                "need an element_spec with None"
+                f"an element is {describe(spec)}, expected {describe(self.spec)}; if sizes "
+                "vary, define an element_spec with None"
             )
 
     def note_used(self, examples: int) -> None:
-        """Notes that training used more examples."""
+        """Records that training used more examples."""
         self._reading.note_used(examples)
 
     def write_position(self) -> str:
-        """Returns the position after the last example used, as text.
+        """Returns the position after the last used example, as a string.
 
         Raises:
-            ValueError: the state has a value that cannot be written as text.
+            ValueError: the state contains a value that ``encode`` does not support.
         """
         return repr(encode(self._reading.find_position()))
 
     def go_to(self, text: str) -> str | None:
-        """Restores a saved position before anything is read; returns the reason if it cannot."""
+        """Restores a saved position. Must be called before a dataset reads the elements.
+
+        Args:
+            text: the result of ``write_position``
+
+        Returns:
+            The reason why the position cannot be restored; None if it was restored.
+        """
         try:
             position = decode(ast.literal_eval(text))
-            if position is None:  # nothing had been used
+            if position is None:  # no example had been used when the position was saved
                 return None
             state, skipped, checksum = position
-            self._reading.is_taken = True  # if it fails, the next dataset begins at the start
+            self._reading.is_taken = True  # on failure, the next dataset reads from the start
             passes = self._open(state)
             drawn = next(passes)
             if drawn is None or _compute_checksum(drawn.element) != checksum:
-                raise ValueError("by it, it gives other elements than it did")
+                raise ValueError(
+                    "after restoring its state, the reader returned other elements than before"
+                )
         except Exception as error:
-            return f"the reader does not take its state back: {format_error(error)}"
+            return f"the reader cannot restore its state: {format_error(error)}"
         self._reading = Reading(itertools.chain([drawn], passes), position, skipped)
         return None
 
 
 class _PassGenerator:
-    """Generates the elements of a pass at each call, for a dataset of ``Reader.read``."""
+    """A generator function for the dataset of ``Reader.read``. Each call generates one pass."""
 
     def __init__(
         self,
@@ -320,14 +357,14 @@ class _PassGenerator:
         self._count = count
         self._multiple = multiple
         self._reading: Reading | None = None
-        self._examples = 0  # the number of examples so far that steps use
+        self._examples = 0  # the number of generated examples that steps use
 
     def __call__(self) -> Iterator[Element]:
         if self._goes_on:
             self._reader.note_going_on()
         if self._reading is None or not self._goes_on:
             self._reading = self._reader.take_reading()
-        # The last examples of a pass that fill no batch are not used.
+        # The last examples of a pass are not used if they do not fill a batch.
         self._examples -= self._examples % self._multiple
         drawn = self._reader.draw_first(self._reading)
         while drawn is not None:
@@ -338,7 +375,7 @@ class _PassGenerator:
             drawn = self._reader.draw_next(self._reading)
 
     def _drop_used(self, reading: Reading, drawn: DrawnElement) -> Element | None:
-        """Returns an element without the examples that are skipped; None if none is left."""
+        """Returns an element without the examples that were used earlier; None if none is left."""
         skipped = reading.skipped
         examples = 0
         if self._count is not None:
@@ -354,7 +391,10 @@ class _PassGenerator:
 
 
 def _drop_rows(array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
-    """Returns an array without its first rows; a scalar belongs to all rows."""
+    """Returns an array without its first ``rows`` rows.
+
+    A scalar is returned unchanged, because it belongs to all rows.
+    """
     if array.ndim == 0:
         return array
     return array[rows:]
@@ -363,11 +403,11 @@ def _drop_rows(array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
 def _read_passes(
     readable: Readable, state: ReaderState | None = None
 ) -> Iterator[DrawnElement | None]:
-    """Yields elements, each with the state before it, and None after each pass.
+    """Yields elements, each with the state of the reader before it, and None after each pass.
 
     Args:
-        readable: the object that a hook returned; it, or its iterator, may have a state
-        state: the state to begin with; None leaves the object's state as it is
+        readable: the object that a hook returned. The object or its iterators may have a state
+        state: the state to start from; None leaves the state of the object unchanged
     """
     passes = readable
     if isinstance(readable, keras.utils.PyDataset):
@@ -395,7 +435,7 @@ def _read_passes(
 
 
 def _find_state_methods(readable: Readable) -> StateMethods | None:
-    """Returns the methods that get and set the state of an object; None if it has none."""
+    """Returns the methods that get and set the state of an object; None if it has no state."""
     for getter, setter in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         get_state = getattr(readable, getter, None)
         set_state = getattr(readable, setter, None)
@@ -405,10 +445,11 @@ def _find_state_methods(readable: Readable) -> StateMethods | None:
 
 
 class _PyDatasetPasses:
-    """Turns a ``PyDataset`` into an iterable with a state; its ``workers`` are threads.
+    """Turns a ``PyDataset`` into an iterable with a state.
 
-    The state is the number of elements that were read. To restore it, ``on_epoch_begin`` and
-    ``on_epoch_end`` are called for each pass before. A pass ends when the next one begins.
+    The ``workers`` of the ``PyDataset`` become threads. The state is the number of elements read so
+    far. To restore a state, ``on_epoch_begin`` and ``on_epoch_end`` are called once for each
+    earlier pass. ``on_epoch_end`` of a pass is called only when the next pass begins.
     """
 
     def __init__(self, dataset: keras.utils.PyDataset) -> None:
@@ -420,11 +461,11 @@ class _PyDatasetPasses:
             self._size = dataset.num_batches
 
     def get_state(self) -> int:
-        """Returns the number of the next element, counted over all passes."""
+        """Returns the index of the next element, counted over all passes."""
         return self._number
 
     def set_state(self, number: int) -> None:
-        """Continues from an element; must be called before anything is read."""
+        """Sets the index of the next element. Must be called before an element is read."""
         for _ in range(number // self._size):
             self._dataset.on_epoch_begin()
             self._dataset.on_epoch_end()
@@ -445,7 +486,7 @@ class _PyDatasetPasses:
 
 
 def _make_arrays(element: Structure) -> Element:
-    """Returns an element as a structure of arrays; lists become tuples, as in Keras."""
+    """Converts an element to a structure of arrays. Lists become tuples, as in Keras."""
     if isinstance(element, dict):
         return {key: _make_arrays(value) for key, value in element.items()}
     if isinstance(element, list | tuple) and not all(map(np.isscalar, element)):
@@ -454,7 +495,10 @@ def _make_arrays(element: Structure) -> Element:
 
 
 def _describe(array: np.ndarray[Any, Any] | tf.TensorSpec) -> tf.TensorSpec:
-    """Returns the specification of an array, or of a specification, with any number of rows."""
+    """Returns the specification of an array for any number of rows.
+
+    The argument may also be a specification, whose number of rows is then replaced.
+    """
     shape: list[int | None] = []
     if len(array.shape) > 0:
         shape = [None, *array.shape[1:]]
@@ -465,19 +509,20 @@ def _compute_checksum(element: Element) -> int:
     return zlib.crc32(pickle.dumps(element))
 
 
-# The only key of a dict that stands for an array.
+# The only key of a dict that represents an encoded array.
 _ARRAY = "__array__"
 
 
 def encode(value: ReaderState) -> Literals:
-    """Returns a state as Python literals.
+    """Converts a state to Python literals.
 
-    A checkpoint may come from anyone, so it must be readable without pickle. Arrays and tensors of
-    PyTorch become dicts with their type.
+    A checkpoint may come from an untrusted source, so it must be readable without pickle, which can
+    run any code. NumPy arrays and PyTorch tensors become dicts with the dtype, the shape, the
+    content and the type of the array.
 
     Raises:
-        ValueError: the state has a value that is no number, text, bytes or array, nor a list, tuple
-            or dict of such values.
+        ValueError: the state contains a value that is neither a number, a string, bytes, an array
+            or None, nor a list, tuple or dict of such values.
     """
     kind = type(value)
     if kind in (list, tuple):
@@ -490,11 +535,11 @@ def encode(value: ReaderState) -> Literals:
         return {_ARRAY: (array.dtype.str, array.shape, array.tobytes(), kind.__name__)}
     if value is None or kind in (bool, int, float, str, bytes):
         return value
-    raise ValueError(f"the reader's state holds a {kind.__name__}: {value!r:.50}")
+    raise ValueError(f"the reader's state contains a {kind.__name__}: {value!r:.50}")
 
 
 def decode(value: Literals) -> ReaderState:
-    """Returns the state that ``encode`` was given."""
+    """Returns the state that ``encode`` converted to ``value``."""
     if isinstance(value, list | tuple):
         return type(value)(map(decode, value))
     if not isinstance(value, dict):

@@ -1,15 +1,17 @@
-"""How the elements of the training data become global batches, and these become shares.
+"""Turns the elements of the training data into global batches, and global batches into shares.
 
-There are three ways, one class each:
+There are three ways to do this. Each is implemented by one class:
 
-- ``JoinedRows``: elements are joined and cut into global batches, of which each replica takes rows;
-- ``FixedBatches``: elements are global batches already. Their tensors differ in width from element
-  to element, so that elements cannot be joined; each replica takes rows;
-- ``ReadyShares``: each element is the share of one replica. Graphs and point sets are of this kind:
-  an example has any number of rows, and ``count_examples`` says how many examples there are.
+- ``JoinedRows``: elements are joined and cut into global batches. A share consists of rows of a
+  global batch.
+- ``FixedBatches``: each element is already a global batch, and a share consists of its rows. This
+  is for tensors whose width differs between elements, because such elements cannot be joined.
+- ``ReadyShares``: each element is the share of one replica. This is for data such as graphs and
+  point sets: an example may have any number of rows, and the hook ``count_examples`` returns the
+  number of examples in an element.
 
-``choose_sharing`` chooses by the values that ``count_examples`` returns, never by how that function
-is written.
+``choose_sharing`` chooses the class based on the values that ``count_examples`` returns. The source
+code of this hook plays no role.
 """
 
 from __future__ import annotations
@@ -37,19 +39,20 @@ from ctl_core.input.data_hooks import DataHooks, HookedData
 from ctl_core.run.errors import HookFailed, SetupError
 from ctl_core.types import Batch, BatchSpec, Count, Structure
 
-# TensorFlow's message when elements are joined whose tensors differ in their first dimension.
+# A part of the error message of ``rebatch`` for an element whose tensors differ in their first
+# dimension.
 _REBATCH_FAILED = "must have the same batch size in each component"
 _CONTRADICTED = "count_examples contradicts the first element"
 
 
 class Sharing(abc.ABC):
-    """A way in which elements become the shares of replicas.
+    """Base class of the ways to turn elements into the shares of replicas.
 
     Attributes:
-        by_rows: whether elements have a row for each example, and a share is some rows of a batch
-        elements_per_batch: the number of elements that a global batch is made of; None if elements
-            are joined
-        per_replica_batch_size: the argument that the hooks of the data are given
+        by_rows: whether elements have one row per example, so that a share consists of rows
+        elements_per_batch: the number of elements in a global batch; None if elements are joined
+            and cut into global batches
+        per_replica_batch_size: the argument of this name that is passed to the data hooks
     """
 
     by_rows: ClassVar[bool] = True
@@ -61,7 +64,7 @@ class Sharing(abc.ABC):
         Args:
             shape: the shape of a global batch
             keeps_last_batch: whether a pass may end with a smaller batch
-            count_examples: the hook
+            count_examples: the hook ``count_examples``
         """
         self.shape = shape
         self.per_replica_batch_size = shape.batch
@@ -70,29 +73,38 @@ class Sharing(abc.ABC):
 
     @abc.abstractmethod
     def make_batches(self, dataset: tf.data.Dataset, is_endless: bool) -> tf.data.Dataset:
-        """Returns one pass of global batches, or of shares."""
+        """Returns a dataset of one pass, which contains global batches or shares.
+
+        Args:
+            dataset: the dataset that the hooks returned
+            is_endless: whether the dataset is endless
+        """
 
     @abc.abstractmethod
     def count_used(self, element: Batch) -> int:
-        """Returns how many examples of an element steps use.
+        """Returns the number of examples that steps use from an element.
 
         Args:
-            element: a structure of arrays, as a reader returned it
+            element: a structure of arrays, as returned by a reader
         """
 
     def find_number_of_steps(self, dataset: tf.data.Dataset) -> int | None:
-        """Returns the number of steps in a pass, or None if the pass has to be read to know it."""
+        """Returns the number of steps in a pass, or None if the pass must be read to count them."""
         return None
 
     def find_fixed_size(self, spec: BatchSpec) -> int | None:
-        """Returns the number of examples in each global batch, or None if batches differ in it."""
+        """Returns the number of examples in each global batch, or None if batches vary in size."""
         for tensor_spec in tf.nest.flatten(spec):
             if tensor_spec.shape.rank:
                 return cast("int | None", tensor_spec.shape[0])
         return None
 
     def make_share_spec(self, spec: BatchSpec) -> BatchSpec:
-        """Returns the specification of a share of batches that have the specification ``spec``."""
+        """Returns the specification of a share.
+
+        Args:
+            spec: the specification of the elements of ``make_batches``
+        """
         examples = self.find_fixed_size(spec) or 0
         rows, remainder = divmod(examples, self.shape.shares)
         fixed_rows = None
@@ -101,7 +113,11 @@ class Sharing(abc.ABC):
         return tf.nest.map_structure(lambda tensor_spec: set_rows(tensor_spec, fixed_rows), spec)
 
     def draw(self, read: Callable[[], Batch]) -> Batch | None:
-        """Draws a global batch; None if shares are drawn one by one, by ``take_shares``."""
+        """Draws a global batch, or returns None if ``take_shares`` draws the shares one by one.
+
+        Args:
+            read: a function that draws an element of ``make_batches``
+        """
         return read()
 
     def take_shares(
@@ -112,14 +128,14 @@ class Sharing(abc.ABC):
         replicas: range,
         read: Callable[[], Batch],
     ) -> list[Share]:
-        """Returns the shares that the replicas of this process have in a micro-batch.
+        """Returns the shares of this process's replicas in a micro-batch.
 
         Args:
             batch: the result of ``draw``
             examples: the number of examples in the batch
             micro_batch: the index of the micro-batch
-            replicas: the numbers of this process's replicas, among those of all processes
-            read: draws an element
+            replicas: the indices of this process's replicas among the replicas of all processes
+            read: a function that draws an element of ``make_batches``
         """
         shape = self.shape
         first = micro_batch * shape.replicas
@@ -130,18 +146,19 @@ class Sharing(abc.ABC):
 
 
 class JoinedRows(Sharing):
-    """Elements of any number of rows are joined, and cut into global batches."""
+    """Joins elements, which may have any number of rows, and cuts them into global batches."""
 
     def make_batches(self, dataset: tf.data.Dataset, is_endless: bool) -> tf.data.Dataset:
-        """Returns the batches of a pass."""
+        """Returns a dataset of the global batches of one pass."""
         batches = dataset.rebatch(self.shape.batch, drop_remainder=not self._keeps_last_batch)
-        # Joining has compared the tensors with each other, which is all that the default does.
+        # ``rebatch`` checks that all tensors of an element have the same number of rows. For the
+        # default of ``count_examples``, no other check is necessary.
         if self._count_examples.is_default:
             return batches
         return check_counts(batches, self._count_examples)
 
     def count_used(self, element: Batch) -> int:
-        """Returns the number of rows."""
+        """Returns the number of rows of an element."""
         return _count_array_rows(element)
 
     def find_number_of_steps(self, dataset: tf.data.Dataset) -> int | None:
@@ -155,12 +172,15 @@ class JoinedRows(Sharing):
 
 
 class FixedBatches(Sharing):
-    """Each element is a global batch; those of another size are left out, or kept if smaller."""
+    """Uses each element as a global batch.
+
+    Elements of another size are dropped, unless smaller batches are kept at the end of a pass.
+    """
 
     elements_per_batch = 1
 
     def make_batches(self, dataset: tf.data.Dataset, is_endless: bool) -> tf.data.Dataset:
-        """Returns the batches of a pass."""
+        """Returns a dataset of the global batches of one pass."""
         if self._keeps_last_batch:
             return check_counts(dataset, self._count_examples)
 
@@ -169,11 +189,12 @@ class FixedBatches(Sharing):
             with check_count(self._count_examples, batch):
                 return tf.equal(count_rows(batch), self.shape.batch)
 
-        # Joining whole batches changes nothing but the specification, which has their size then.
+        # All elements are full batches, so ``rebatch`` does not change them. It only adds the batch
+        # size to the specification of the dataset.
         return dataset.filter(is_full).rebatch(self.shape.batch, drop_remainder=True)
 
     def count_used(self, element: Batch) -> int:
-        """Returns the number of rows; 0 for an element that is left out."""
+        """Returns the number of rows of an element; 0 if the element is dropped."""
         rows = _count_array_rows(element)
         if self._keeps_last_batch or rows == self.shape.batch:
             return rows
@@ -181,10 +202,10 @@ class FixedBatches(Sharing):
 
 
 class ReadyShares(Sharing):
-    """Each element is the share of one replica, of as many examples as all shares have.
+    """Uses each element as the share of one replica. All shares have the same number of examples.
 
-    Elements of another number of examples are left out. So are the elements at the end of a pass
-    that are too few for a global batch.
+    Elements with another number of examples are dropped. If the last elements of a pass are too few
+    for a global batch, they are dropped, too.
     """
 
     by_rows = False
@@ -195,7 +216,7 @@ class ReadyShares(Sharing):
         self.elements_per_batch = shape.shares
 
     def make_batches(self, dataset: tf.data.Dataset, is_endless: bool) -> tf.data.Dataset:
-        """Returns the shares of a pass."""
+        """Returns a dataset of the shares of one pass."""
         shares = self.shape.shares
 
         def is_full(*element: Batch) -> tf.Tensor:
@@ -211,7 +232,7 @@ class ReadyShares(Sharing):
         return full.window(shares, drop_remainder=True).flat_map(join_windows)
 
     def count_used(self, element: Batch) -> int:
-        """Returns the number of examples; 0 for an element that is left out."""
+        """Returns the number of examples in an element; 0 if the element is dropped."""
         with tf.device("CPU:0"):
             batch = tf.nest.map_structure(tf.constant, element)
             examples = int(self._count_examples.trace(batch=batch))
@@ -220,18 +241,19 @@ class ReadyShares(Sharing):
         return 0
 
     def find_fixed_size(self, spec: BatchSpec) -> int | None:
-        """Returns the number of examples in a global batch, which is always the same."""
+        """Returns the global batch size, because all global batches have the same size."""
         return self.shape.batch
 
     def make_share_spec(self, spec: BatchSpec) -> BatchSpec:
-        """Returns the specification of an element."""
+        """Returns the specification of an element, because each element is a share."""
         return spec
 
     def draw(self, read: Callable[[], Batch]) -> Batch | None:
-        """Draws nothing, because shares are drawn as they are dealt out; except logical replicas'.
+        """Draws the shares of all logical replicas. Without logical replicas, draws nothing.
 
-        A device computes its logical replicas one after another, so all shares are drawn before
-        that, in their order. They are packed into one tensor, see ``pack_elements``.
+        A device computes its logical replicas one after another. Therefore, all shares are drawn
+        beforehand, in order, and packed into one tensor (see ``pack_elements``). Without logical
+        replicas, ``take_shares`` draws the shares.
         """
         if self.shape.logical_replicas is None:
             return None
@@ -246,7 +268,10 @@ class ReadyShares(Sharing):
         replicas: range,
         read: Callable[[], Batch],
     ) -> list[Share]:
-        """Draws the shares of a micro-batch; those of other processes are read and dropped."""
+        """Draws the shares of a micro-batch.
+
+        The shares of the replicas of other processes are read, too, but they are not used.
+        """
         shares = [Share(read()) for _ in range(self.shape.replicas)]
         return [shares[replica] for replica in replicas]
 
@@ -254,16 +279,18 @@ class ReadyShares(Sharing):
 def choose_sharing(
     data_hooks: DataHooks, hooks: Hooks, shape: BatchShape, keeps_last_batch: bool
 ) -> tuple[Sharing, HookedData]:
-    """Chooses how elements become shares, by the result of ``count_examples`` for the first one.
+    """Chooses how elements become shares, based on ``count_examples`` of the first element.
 
-    If that is the first dimension of all tensors of the element, an example is a row. Otherwise
-    each element is a share. Nothing is read if the shapes of all elements tell.
+    If the hook returns the first dimension that all tensors of the element have, each row is an
+    example. Otherwise, each element is a share. If the shapes in the specification are sufficient
+    for this decision, no element is read.
 
     Returns:
-        The way, and the data that the hooks returned for it, of which nothing has been read.
+        The chosen sharing, and the data that the hooks returned for it. No element of these data
+        has been read yet.
 
     Raises:
-        SetupError: the elements are not batched as they should be.
+        SetupError: the elements are not batches, or have the wrong number of examples.
     """
     hook = hooks.count_examples
     data = data_hooks.call(shape.batch)
@@ -294,10 +321,11 @@ def choose_sharing(
 
 
 def counts_rows_of_spec(count_examples: Hook, data_hook: Hook, spec: BatchSpec) -> bool | None:
-    """Returns True if ``count_examples`` counts rows whatever the elements are; None if unknown.
+    """Returns True if ``count_examples`` counts the rows of every element; None if this is unknown.
 
     Raises:
-        SetupError: there is no hook ``count_examples``, and elements have no rows.
+        SetupError: the user has not defined ``count_examples``, and the tensors of an element do
+            not have the same number of rows.
     """
     if not count_examples.is_default:
         if has_fixed_count(count_examples, spec):
@@ -309,13 +337,22 @@ def counts_rows_of_spec(count_examples: Hook, data_hook: Hook, spec: BatchSpec) 
 
 
 def may_have_rows(spec: BatchSpec) -> bool:
-    """Returns False if the shapes show that the tensors of elements share no first dimension."""
+    """Returns False if the tensors of an element cannot have the same number of rows.
+
+    This is the case if their shapes differ in the first dimension, or if all tensors are scalars.
+    """
     sizes = _list_sizes(spec)
-    return bool(sizes) and len(sizes - {None}) <= 1
+    return bool(sizes) and len(sizes - {None}) <= 1 and not has_scalars(spec)
+
+
+def has_scalars(spec: BatchSpec) -> bool:
+    """Returns True if elements have a scalar, such as the label of a single example."""
+    shapes = [tensor_spec.shape for tensor_spec in tf.nest.flatten(spec)]
+    return any(shape.rank == 0 for shape in shapes)
 
 
 def has_fixed_count(count_examples: Hook, spec: BatchSpec) -> bool:
-    """Returns whether the shapes show that the hook counts the rows of each element."""
+    """Returns whether the shapes prove that ``count_examples`` counts the rows of each element."""
     sizes = _list_sizes(spec)
     if len(sizes) != 1 or None in sizes:
         return False
@@ -328,7 +365,7 @@ def has_fixed_count(count_examples: Hook, spec: BatchSpec) -> bool:
 
 
 def _list_sizes(spec: BatchSpec) -> set[int | None]:
-    """Returns the first dimensions of the tensors of elements; empty if some are no tensors."""
+    """Returns the first dimensions of an element's tensors; empty if a value is not a tensor."""
     sizes: set[int | None] = set()
     for tensor_spec in tf.nest.flatten(spec):
         if not hasattr(tensor_spec, "shape"):
@@ -346,14 +383,14 @@ def counts_rows(
     """Returns whether ``count_examples`` returns the number of rows that all tensors have.
 
     Args:
-        count_examples: the hook
+        count_examples: the hook ``count_examples``
         data_hook: the hook that returned the element
         spec: the specification of elements
         element: the first element
-        examples: the number of examples that it should have
+        examples: the number of examples that the element should have
 
     Raises:
-        SetupError: ``count_examples`` returns no number of examples for it.
+        SetupError: ``count_examples`` cannot count the examples of the element.
     """
     count = read_count(count_examples, element)
     if count is None or (count < 0 and not may_have_rows(spec)):
@@ -364,7 +401,12 @@ def counts_rows(
 
 
 def read_count(count_examples: Hook, element: Batch) -> int | None:
-    """Returns the hook's count for an element: -1 if its tensors differ, None for scalars."""
+    """Calls ``count_examples`` for an element.
+
+    Returns:
+        The number of examples; -1 if the tensors differ in their number of rows; None if the hook
+        returns None, as the default does for an element that has only scalars.
+    """
     try:
         count = count_examples.trace(batch=element)
     except HookFailed as error:
@@ -377,7 +419,7 @@ def read_count(count_examples: Hook, element: Batch) -> int | None:
 
 
 def read_rows(element: Batch) -> int | None:
-    """Returns the number of rows of an element; None if its tensors differ in it."""
+    """Returns the number of rows of an element; None if its tensors differ or are all scalars."""
     try:
         rows = leading_dimension(element)
     except DifferentRowsError:
@@ -388,15 +430,18 @@ def read_rows(element: Batch) -> int | None:
 
 
 def reject_elements(data_hook: Hook, spec: BatchSpec) -> SetupError:
-    """Returns the error for elements that are no batches."""
+    """Returns the error for elements that are not batches."""
     return data_hook.reject(
-        f"returned elements {describe(spec)}, expected batches of tensors that have a row for each "
+        f"returned elements {describe(spec)}, expected batches of tensors with one row per "
         "example: use dataset.batch(global_batch_size), or write count_examples."
     )
 
 
 def check_counts(dataset: tf.data.Dataset, count_examples: Hook) -> tf.data.Dataset:
-    """Returns the dataset, whose reading fails at an element of which no rows are counted."""
+    """Adds a check that ``count_examples`` counts the rows of each element in a dataset.
+
+    Reading the dataset fails at an element for which the hook returns another number.
+    """
     if has_fixed_count(count_examples, dataset.element_spec):
         return dataset
 
@@ -409,7 +454,7 @@ def check_counts(dataset: tf.data.Dataset, count_examples: Hook) -> tf.data.Data
 
 
 def check_count(count_examples: Hook, batch: Batch) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in whose ops an element is refused of which no rows are counted."""
+    """Returns a context whose ops fail if ``count_examples`` does not count the rows of a batch."""
     rows = tf.cast(leading_dimension(batch), tf.int64)
     count = tf.cast(count_examples.trace(batch=batch), tf.int64)
     agree = tf.logical_and(tf.equal(count, rows), rows >= 0)
@@ -417,17 +462,20 @@ def check_count(count_examples: Hook, batch: Batch) -> contextlib.AbstractContex
 
 
 def is_contradiction(error: BaseException) -> bool:
-    """Returns whether an op failed because an element contradicts the first one."""
+    """Returns whether an op failed because the examples of an element are not its rows."""
     return any(text in str(error) for text in (_REBATCH_FAILED, _CONTRADICTED))
 
 
 def explain_contradiction(count_examples: Hook, elements: Iterable[Batch], examples: int) -> str:
-    """Explains why elements were taken for rows, and the first of them that has no rows.
+    """Explains the error of an element whose examples are not its rows.
+
+    The examples of the first element of the dataset were its rows, so the engine has assumed this
+    for all elements. The explanation describes the first element that contradicts this.
 
     Args:
-        count_examples: the hook
-        elements: elements of the dataset from its start on
-        examples: the number of examples that they should have
+        count_examples: the hook ``count_examples``
+        elements: the elements of the dataset, from the start
+        examples: the number of examples that each element should have
     """
     for element in elements:
         count = read_count(count_examples, element)
@@ -448,7 +496,7 @@ def _count_array_rows(element: Batch) -> int:
 
 
 def _unpack(dataset: tf.data.Dataset, arguments: tuple[Structure, ...]) -> Structure:
-    """Returns the element that a function of ``Dataset.map`` was called with."""
+    """Returns the dataset's element, given the arguments of a function in ``Dataset.map``."""
     if not isinstance(dataset.element_spec, tuple):
         return arguments[0]
     return tf.nest.pack_sequence_as(dataset.element_spec, tf.nest.flatten(arguments))

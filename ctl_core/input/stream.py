@@ -1,8 +1,8 @@
-"""The training data: the dataset of the hooks, as one endless stream of global batches.
+"""Reads the training data as an endless stream of global batches.
 
-Each process reads one plain tf.data iterator, whose position a checkpoint can hold. The shares of
-replicas are taken in the graph. How elements become batches and shares is decided in sharing.py;
-the hooks are called in data_hooks.py.
+Each process reads one plain tf.data iterator, whose position can be saved in a checkpoint. The
+graph cuts each batch into the shares of the replicas. sharing.py decides how elements become
+batches and shares. data_hooks.py calls the hooks that create the dataset.
 """
 
 import dataclasses
@@ -39,10 +39,11 @@ from ctl_core.run.errors import SetupError
 from ctl_core.run.settings import Config
 from ctl_core.types import Batch, Count
 
-# Deals out the micro-batch of an index: the fields have a value for each replica of this process.
+# A function that takes the index of a micro-batch and returns its share. The fields of the share
+# are per-replica values, with one component for each replica of this process.
 Deal = Callable[[Count], Share]
 
-# Elements that are read again to find out which of them contradicts the first.
+# The maximum number of elements to read again, in order to find the element that caused an error.
 _MOST_EXPLAINED = 1000
 
 
@@ -51,18 +52,22 @@ class Input:
 
     Attributes:
         shape: the shape of a global batch
-        hook: the hook that returned the dataset, for messages
-        is_stream: whether ``make_batches`` returned an endless dataset of its own
-        is_endless: whether the data have no passes
-        steps_per_epoch: the global batches in a pass, or those of ``overfit_batches``; None if the
-            data have no passes, or no setting needs it (``Config.counts_epochs``)
+        hook: the hook that returned the dataset; error messages name this hook
+        is_stream: whether ``make_batches`` returned a new, endless dataset
+        is_endless: whether the data are endless, so that there are no passes
+        steps_per_epoch: the number of global batches in a pass, or the value of ``overfit_batches``
+            if this setting is used; None if the data are endless, or if no setting needs the number
+            (see ``Config.counts_epochs``)
         dataset: the dataset that ``stream`` reads
-        stream: the iterator whose position is part of each checkpoint; None before ``begin``
-        held: variables with batches that were read and not yet drawn; part of each checkpoint, too
-        iterator: the iterator that batches are drawn from; None before ``begin``
-        reader: the Python reader that knows the position, if there is one
+        stream: the tf.data iterator whose position is saved in each checkpoint; None before
+            ``begin``
+        held: the variables with batches that were read but not drawn yet. They are saved in each
+            checkpoint, too
+        iterator: the iterator from which batches are drawn; None before ``begin``
+        reader: the Python reader whose position is saved; None if no reader is used
         share_spec: the specification of the batch of a share
-        unit: how many batches are read at once, see prefetch.py; 0: one by one
+        unit: the number of batches that are read at once, see prefetch.py; 0 if batches are read
+            one by one
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class Input:
         """Calls the hooks and inspects their data; ``begin`` starts reading.
 
         Raises:
-            SetupError: the hooks return no dataset, or one that is not batched as it should be.
+            SetupError: the hooks do not return a dataset, or the dataset is not batched correctly.
         """
         self._config = config
         self._strategy = strategy
@@ -103,11 +108,13 @@ class Input:
         self.share_spec = self._sharing.make_share_spec(spec)
         self._fixed_size = self._sharing.find_fixed_size(spec)
         with tf.device("CPU:0"):
-            # The examples drawn since they were last asked for, if their number varies.
+            # The number of examples drawn since the last call of ``count_new_examples``; None if
+            # all batches have the same size.
             self._drawn: tf.Variable | None = None
             if self._fixed_size is None:
                 self._drawn = tf.Variable(0, dtype=tf.int64, trainable=False, name="examples")
-            # A checksum of the batches drawn, if other processes should draw the same.
+            # A checksum of the drawn batches. It is compared between processes, because all of them
+            # should draw the same batches; None if there is only one process.
             self._digest: tf.Variable | None = None
             if shape.replicas > count_local_replicas(strategy):
                 cardinality = data.dataset.cardinality()
@@ -121,12 +128,17 @@ class Input:
         """Draws a global batch, inside a graph function.
 
         Returns:
-            A function that deals out a micro-batch, and the number of examples in the global batch.
+            A function that returns the shares of a micro-batch, and the number of examples in the
+            global batch.
         """
         return self.deal_out(self._sharing.draw(self._read))
 
     def deal_out(self, batch: Batch | None) -> tuple[Deal, Count]:
-        """Returns the same for a batch that was drawn; None for shares that are drawn as dealt."""
+        """Returns the same values as ``draw``, for a global batch that has already been drawn.
+
+        Args:
+            batch: the global batch; None if the shares are drawn one by one when they are used
+        """
         first = find_first_replica(self._strategy)
         replicas = range(first, first + count_local_replicas(self._strategy))
         examples = self._fixed_size or count_rows(batch)
@@ -142,7 +154,7 @@ class Input:
         return deal, examples
 
     def _deal_to_logical_replicas(self, batch: Batch, examples: Count) -> Share:
-        """Returns for each device the rows, or the packed elements, of its logical replicas."""
+        """Returns a share with the rows, or packed elements, of each device's logical replicas."""
         leaves = self.shape.shares
         rows = leaves
         if self.shape.by_rows:
@@ -164,13 +176,16 @@ class Input:
 
     @property
     def digest(self) -> int:
-        """A checksum, by which processes that have drawn different data almost surely differ."""
+        """A checksum of the batches that were drawn; 0 if there is only one process.
+
+        If two processes have drawn different data, their checksums almost certainly differ.
+        """
         if self._digest is None:
             return 0
         return int(self._digest.numpy())
 
     def count_new_examples(self, steps: int) -> int:
-        """Returns the number of examples in the last ``steps`` steps, all since the last call."""
+        """Returns the number of examples in the ``steps`` steps taken since the previous call."""
         examples = steps * self.shape.batch
         if self._drawn is not None:
             examples = int(self._drawn.numpy())
@@ -180,7 +195,7 @@ class Input:
         return examples
 
     def begin(self, unit: int = 0) -> None:
-        """Starts reading; ``unit`` batches at once, or one by one if it is 0."""
+        """Starts reading ``unit`` batches at once, or batches one by one if ``unit`` is 0."""
         self.unit = unit
         if unit:
             self.iterator = StackedBatches(self.dataset, unit)
@@ -191,7 +206,7 @@ class Input:
             self.iterator = self.stream
 
     def begin_anew(self, skip: int = 0) -> None:
-        """Starts reading the data from their start, and drops ``skip`` examples."""
+        """Restarts the data from the beginning, and skips the first ``skip`` examples."""
         with draw_from(get_seed_generator()):
             data = self._data_hooks.call(self._sharing.per_replica_batch_size, self._reader)
             self._reader = data.reader
@@ -208,39 +223,49 @@ class Input:
             self.reader.note_used(skip)
 
     def make_pass(self) -> tf.data.Dataset:
-        """Returns a pass of global batches for inspection, or all data if they have no end."""
+        """Returns a dataset for inspection: one pass of batches or, for endless data, all batches.
+
+        If elements are shares, the dataset contains shares instead of global batches.
+        """
         dataset = self._look()
-        self._second = None  # its data may be large
+        self._second = None  # frees the memory of the dataset's data
         return self._sharing.make_batches(dataset, self.is_endless)
 
     def describe_shortage(self) -> str:
-        """Explains, after the name of the hook, that a pass has less than a global batch."""
+        """Returns a message that a pass is smaller than one global batch.
+
+        The message continues a sentence that begins with the name of the hook.
+        """
         counts = (read_count(self._count_examples, element) or 0 for element in self._look())
         examples = sum(counts) or "an empty dataset, no"
         size = f"one global batch of {self.shape.batch}"
         return f"returned {examples} examples, fewer than {size}; lower --batch-size."
 
     def explain_contradiction(self, error: BaseException) -> str | None:
-        """Explains an error of an element that has no rows, unlike the first one.
+        """Explains an error that was raised because the examples of an element are not its rows.
 
-        Reads the data again up to that element. Returns None for other errors.
+        Reads the data again to find this element. Returns None for all other errors.
         """
         if not is_contradiction(error):
             return None
-        self._second = None  # it may have been read
+        self._second = None  # this dataset may have been read already
         elements = self._look().take(_MOST_EXPLAINED)
         explanation = explain_contradiction(self._count_examples, elements, self.shape.batch)
         return f"{self.hook}: {explanation}."
 
     def _look(self) -> tf.data.Dataset:
-        """Returns a dataset other than the one that is trained on, for inspection."""
+        """Returns a second dataset for inspection, so that the training dataset stays unread."""
         if self._second is None:
             size = self._sharing.per_replica_batch_size
             self._second = self._data_hooks.call(size, self._reader).dataset
         return self._second
 
     def _make_stream(self, data: HookedData) -> tuple[Reader | None, tf.data.Dataset]:
-        """Returns the endless dataset of batches, and the reader that knows its position."""
+        """Returns the reader whose position is saved, or None, and the endless dataset of batches.
+
+        Args:
+            data: the results of the data hooks
+        """
         overfit_batches = self._config.overfit_batches
         dataset = data.dataset
         reader: Reader | None = None
@@ -256,16 +281,21 @@ class Input:
         if not self.is_endless:
             stream = one_pass.repeat()
         if reader is not None:
-            # The rest of the pass that a resumed run is in may have no batch, at which repeat ends.
+            # A resumed run starts within a pass, and the rest of this pass may contain no batch.
+            # ``repeat`` ends at a pass without batches, so this pass is placed before ``repeat``.
             stream = one_pass.concatenate(stream)
         if overfit_batches:
-            # Kept as they were read first: neither a shuffle nor noise changes them.
+            # The cache keeps the batches of the first pass, so that shuffling or random
+            # augmentation cannot change them.
             elements = overfit_batches * (self._sharing.elements_per_batch or 1)
             stream = stream.take(elements).cache().repeat()
         return reader, stream
 
     def _count_steps(self, dataset: tf.data.Dataset) -> int | None:
-        """Returns the number of steps in a pass, if anybody asks; reads a pass if need be."""
+        """Returns the number of steps in a pass. Reads one pass if this is necessary to count them.
+
+        Returns None if the data are endless, or if no setting needs the number.
+        """
         config = self._config
         if config.overfit_batches:
             return config.overfit_batches

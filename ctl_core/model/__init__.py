@@ -1,1 +1,1 @@
-"""What the objects of the hooks become: the variables, layers and parts of a run."""
+"""Forward and backward passes, their components and checks, and the state of a run."""

@@ -1,10 +1,10 @@
-"""Averages: of moving statistics over the replicas, and of weights over the steps.
+"""Averages moving statistics over the replicas, and weights over the steps.
 
 Each replica keeps the moving statistics of its own batches. Training does not read them, and they
-depend linearly on the statistics of the batches. So it is enough to average them before an
-evaluation or a checkpoint reads them: the result is that of averaging after every step, and steps
-cost nothing. Afterwards each replica gets its own statistics back, because a run must not depend on
-when it was evaluated or saved.
+depend linearly on the statistics of the batches. It is therefore enough to average them before an
+evaluation or a checkpoint reads them: the result equals that of averaging after every step, and
+training steps cost nothing extra. Afterwards, each replica gets its own statistics back, because
+the result of a run must not depend on when the run was evaluated or saved.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from ctl_core.types import Variable
 
 
 def find_moving_statistics(layers: list[keras.Layer]) -> list[tf.Variable]:
-    """Returns the moving statistics of the batch normalizations among the layers."""
+    """Returns the moving statistics of all BatchNormalization layers in a list of layers."""
     return [
         variable.value
         for layer in layers
@@ -30,17 +30,20 @@ def find_moving_statistics(layers: list[keras.Layer]) -> list[tf.Variable]:
 
 
 def has_own_statistics(layer: keras.Layer) -> bool:
-    """Returns whether each replica normalizes its share of a batch by itself in this layer."""
+    """Returns whether a layer normalizes the share of each replica separately.
+
+    This is the case for a trainable BatchNormalization layer that is not synchronized.
+    """
     if not isinstance(layer, keras.layers.BatchNormalization):
         return False
     return bool(layer.trainable and not layer.synchronized)
 
 
 class MovingStatistics:
-    """The moving statistics of the batch normalizations among the layers of a run.
+    """Averages the moving statistics of a run's BatchNormalization layers over the replicas.
 
     Attributes:
-        copies: the values of each replica, copied while the averages are in their place
+        copies: copies of each replica's own values, which are restored after the averages were read
     """
 
     def __init__(
@@ -49,13 +52,14 @@ class MovingStatistics:
         strategy: tf.distribute.Strategy,
         others: Sequence[tf.Variable],
     ) -> None:
-        """Prepares the averages; on a single replica, there is nothing to average or to copy.
+        """Prepares the averages. On a single replica, there is nothing to average or to copy.
 
         Args:
             layers: the layers of the run
-            strategy: whose replicas train
-            others: variables that may differ between replicas, too. They are not averaged, but
-                copied: a replica that had no examples in a step has drawn fewer random numbers.
+            strategy: the strategy whose replicas train
+            others: other variables that may differ between replicas, such as the states of random
+                generators: a replica that had no examples in a step has drawn fewer random numbers.
+                These variables are copied, but not averaged.
         """
         self._strategy = strategy
         self._statistics: list[tf.Variable] = []
@@ -77,13 +81,19 @@ class MovingStatistics:
             statistic.assign(mean)
 
     def average(self) -> None:
-        """Gives each replica the mean over all replicas; every process of a cluster calls it."""
+        """Sets the statistics of each replica to their mean over all replicas.
+
+        In a cluster, every process has to call this method.
+        """
         if self._statistics:
             self._average_on_replicas()
 
     @contextlib.contextmanager
     def hold_averages(self) -> Iterator[None]:
-        """Gives each replica the mean while something reads it, and then its own values back."""
+        """Sets the statistics to their means inside the context.
+
+        When the context ends, each replica gets its own statistics back.
+        """
         with contextlib.ExitStack() as stack:
             if self.copies.values:
                 stack.enter_context(self.copies.put_back_after())
@@ -92,27 +102,27 @@ class MovingStatistics:
 
     @property
     def checkpoint(self) -> tf.train.Checkpoint | None:
-        """The copied values of this process's replicas, to be saved; None if there are none."""
+        """A checkpoint of the values copied on this process; None if nothing is copied."""
         if not self.copies.values:
             return None
-        return tf.train.Checkpoint(own=self.copies.values)  # saved checkpoints have this name
+        return tf.train.Checkpoint(own=self.copies.values)  # existing checkpoints contain this name
 
 
 class WeightAverage:
-    """An average for each weight: ``average = decay * average + (1 - decay) * weight``.
+    """Keeps an average of each weight: ``average = decay * average + (1 - decay) * weight``.
 
-    It begins with the weights themselves. Averages and weights are exchanged for an evaluation, so
-    that nothing that is evaluated has to know of averages.
+    The initial value of each average is the weight itself. For an evaluation, the values of weights
+    and averages are swapped, so the evaluated code does not need to know about averages.
 
     Attributes:
-        begin: starts the averages again with the present weights
-        swap: exchanges averages and weights
+        begin: a function that sets the averages to the current weights
+        swap: a function that swaps the values of averages and weights
     """
 
     def __init__(
         self, decay: float, weights: list[Variable], strategy: tf.distribute.Strategy
     ) -> None:
-        """Creates the averages; has to be called in the strategy's scope."""
+        """Creates the averages. Must be called in the strategy's scope."""
         self._decay = decay
         self._weights = [unwrap(weight) for weight in weights]
         self._averages = [
@@ -124,13 +134,13 @@ class WeightAverage:
         self.swap = define_copy(local_weights + local_averages, local_averages + local_weights)
 
     def update(self) -> None:
-        """Updates the averages after a step; runs in a graph, on each replica with its values."""
+        """Updates the averages after a step. Runs in a graph, on each replica separately."""
         for average, weight in zip(self._averages, self._weights, strict=True):
             average.assign(self._decay * average + (1 - self._decay) * weight)
 
     @contextlib.contextmanager
     def replace_weights(self) -> Iterator[None]:
-        """Gives the weights the averaged values inside the context."""
+        """Replaces the weights with their averages inside the context."""
         self.swap()
         try:
             yield

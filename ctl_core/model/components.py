@@ -1,7 +1,8 @@
 """The components of a training step, and the context in which a step is traced.
 
-``Components`` are fixed for a run. ``TraceContext`` has everything that varies while graphs are
-traced: the step, the turn within it, whether noise is switched off, and which parts XLA compiles.
+``Components`` do not change during a run. ``TraceContext`` contains everything that varies while
+graphs are traced: the step, the turn within the step, whether noise is switched off, and which
+parts XLA compiles.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ctl_core.numerics.learning_rate import Rate
 from ctl_core.numerics.not_finite import LossScale
 from ctl_core.types import Batch, Count, Loss, Model, Optimizer
 
-# The name of the objective of a run whose ``grad_pre`` and ``create_opt`` return no dicts.
+# The name of the only objective if ``grad_pre`` and ``create_opt`` do not return dicts.
 SINGLE_OBJECTIVE = ""
 
 
@@ -29,19 +30,19 @@ class Compilation(enum.Enum):
     """The parts of a training step that XLA compiles."""
 
     NOTHING = enum.auto()
-    REPLICA = enum.auto()  # of each replica: the work before the sum over replicas, and after it
+    REPLICA = enum.auto()  # the work of each replica, both before and after the sum over replicas
     STEP = enum.auto()  # the whole step, in one executable whose tensors have fixed shapes
 
 
 @dataclasses.dataclass(frozen=True)
 class CompilationChoice:
-    """Whether the steps of a run are compiled.
+    """The decision whether XLA compiles the steps of a run.
 
     Attributes:
         parts: the parts of a step that XLA compiles
-        reason: why it compiles nothing; "" if it compiles something
-        seconds: how long it took to find out that it can compile all of a step; None if that was
-            not asked
+        reason: the reason why nothing is compiled; an empty string if something is compiled
+        seconds: the seconds that it took to check that XLA can compile the whole step; None without
+            such a check
     """
 
     parts: Compilation
@@ -50,11 +51,11 @@ class CompilationChoice:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether XLA compiles anything."""
+        """True if XLA compiles any part of a step."""
         return self.parts is not Compilation.NOTHING
 
     def __str__(self) -> str:
-        """Returns ``compiled by XLA (checked in 2.1 s)`` or ``not compiled: `` with the reason."""
+        """Returns ``compiled by XLA (checked in 2.1 s)``, or ``not compiled: `` and the reason."""
         if not self.is_compiled:
             return f"not compiled: {self.reason}"
         if self.seconds is None:
@@ -71,10 +72,12 @@ class WrittenVariable:
 
     Attributes:
         variable: the variable
-        max_stretch: for a moving statistic of each replica's own batch: how many times as far as
-            usual it moves at most, which is all the way to the statistic of the batch. None for
-            any other variable.
-        is_shared: whether all replicas have the same value, rather than one of each of them
+        max_stretch: for a moving statistic that each replica computes from its own rows, the
+            maximum factor by which its change in a step may be multiplied. With this factor, the
+            moving statistic becomes equal to the statistic of the batch. None for any other
+            variable.
+        is_shared: whether the variable has the same value on all replicas; otherwise, each replica
+            has its own value
     """
 
     variable: tf.Variable
@@ -87,8 +90,10 @@ class Generators:
     """The random generators of a run with logical replicas.
 
     Attributes:
-        variables: their states; empty without logical replicas
-        initial_states: the values of the states when the run began, once that is known
+        variables: the variables that contain the states of the generators; empty without logical
+            replicas
+        initial_states: the values of the states at the beginning of the run; empty until the run
+            has been built
     """
 
     variables: list[tf.Variable] = dataclasses.field(default_factory=list)
@@ -101,14 +106,14 @@ class ForwardComponents:
 
     Attributes:
         hooks: the hooks of the run
-        strategy: whose replicas train
-        shape: how a global batch is divided into shares
-        train_model: returned by ``create_model``
-        train_loss: returned by ``create_loss``
-        lr: the learning rate that hooks are passed
-        step_variable: counts the steps that were taken, an int64 scalar
-        train_metrics: the metrics of ``create_train_metrics`` by name
-        eval_model: returned by ``create_eval_model``; None without that hook
+        strategy: the strategy whose replicas train
+        shape: the division of a global batch into shares
+        train_model: the model that ``create_model`` returned
+        train_loss: the loss that ``create_loss`` returned
+        lr: the learning rate that is passed to hooks
+        step_variable: the number of steps taken so far, an int64 scalar variable
+        train_metrics: the metrics that ``create_train_metrics`` returned, by name
+        eval_model: the model that ``create_eval_model`` returned; None without that hook
     """
 
     hooks: Hooks
@@ -122,7 +127,7 @@ class ForwardComponents:
     eval_model: Model | None = None
 
     def choose_model(self, training: bool) -> tuple[Hook, Model]:
-        """Returns the model to run, preceded by the hook that created it, for messages."""
+        """Returns ``create_model`` or ``create_eval_model``, and the model that it returned."""
         hook = self.hooks.create_eval_model
         if training or hook is None or self.eval_model is None:
             return self.hooks.create_model, self.train_model
@@ -142,17 +147,19 @@ class Components(ForwardComponents):
     """The components of a training step.
 
     Attributes:
-        optimizer: returned by ``create_opt``
-        optimizers: the optimizers by objective; a single one is under ``SINGLE_OBJECTIVE``
+        optimizer: the optimizer, or the dict of optimizers, that ``create_opt`` returned
+        optimizers: the optimizers by objective; the key of a single optimizer is
+            ``SINGLE_OBJECTIVE``
         written: the variables that the forward pass writes
-        drawing_layers: the kinds of layers that draw random numbers in training
-        scalar_losses: the objectives whose loss is one number for a batch
-        unchanged_losses: the objectives whose loss ``grad_pre`` returned as it was given it
-        loss_metrics: the means of the loss's logged parts by name
-        loss_scale: multiplies objectives in float16; otherwise None
-        assign_rate: assigns ``lr`` for a step; None without a schedule
-        update_average: moves the average of the weights after an update; None without ``ema``
-        generators: the random generators, which are set for each logical replica
+        drawing_layers: the class names of the layers that draw random numbers in training
+        scalar_losses: the objectives whose loss is a single number for the whole batch
+        unchanged_losses: the objectives whose loss ``grad_pre`` returned unchanged
+        loss_metrics: a mean for each logged part of the loss, by name
+        loss_scale: the factor that multiplies objectives in float16; None in any other precision
+        assign_rate: a function that assigns ``lr`` for a step; None without a schedule
+        update_average: a function that updates the moving average of the weights; None without
+            ``ema``
+        generators: the random generators, whose states are set for each logical replica
     """
 
     optimizer: Optimizer | dict[str, Optimizer]
@@ -168,7 +175,7 @@ class Components(ForwardComponents):
     generators: Generators = dataclasses.field(default_factory=Generators)
 
     def list_logged_metrics(self) -> dict[str, keras.Metric]:
-        """Returns the metrics of training, including the means of the loss's parts, by name."""
+        """Returns the training metrics by name, including the means of the loss's logged parts."""
         return {**self.train_metrics, **self.loss_metrics}
 
 
@@ -180,10 +187,11 @@ class TraceContext(Generic[ComponentsT]):
     """The context in which a forward pass, or a whole step, is traced.
 
     Attributes:
-        components: of the forward pass, or of the step
+        components: the components of the forward pass, or of the step
         step: the number of the step that is being traced, an int64 scalar; None outside of steps
         turn: the index in ``turns`` of the update that is being traced; None without turns
-        quiet: whether the model runs as in an evaluation, without noise, to be compared
+        quiet: whether the model runs without noise, as in an evaluation, so that results can be
+            compared
         compilation: the parts of a step that XLA compiles
     """
 
@@ -200,32 +208,36 @@ class TraceContext(Generic[ComponentsT]):
 
     @property
     def objective(self) -> str | None:
-        """The objective whose turn it is; None without turns."""
+        """The objective of the current turn; None without turns."""
         if self.turn is None:
             return None
         return self.hooks.turns[self.turn]
 
     @property
     def is_last_turn(self) -> bool:
-        """Whether the update that is being traced is the last one of its step."""
+        """True if the update that is being traced is the last update of its step."""
         return self.turn is None or self.turn == len(self.hooks.turns) - 1
 
     def begin_step(self, step: tf.Tensor) -> TraceContext[ComponentsT]:
-        """Returns the context of a step, an int64 scalar from 1 up."""
+        """Returns the context of a step.
+
+        Args:
+            step: the number of the step, an int64 scalar; the first step has the number 1
+        """
         return dataclasses.replace(self, step=step)
 
     def list_turns(self) -> Iterator[TraceContext[ComponentsT]]:
-        """Yields the context of each turn of a step; without turns, the step has one."""
+        """Yields the context of each turn of a step; without turns, yields only this context."""
         if not self.hooks.turns:
             yield self
         for turn in range(len(self.hooks.turns)):
             yield dataclasses.replace(self, turn=turn)
 
     def hook_values(self) -> dict[str, Any]:
-        """Returns the values that every hook of the step can take.
+        """Returns the arguments that are available to every hook of a step.
 
-        ``step`` is the number of the step that is being traced; outside of steps it is the number
-        of steps that were taken.
+        ``step`` is the number of the step that is being traced. Outside of steps, ``step`` is the
+        number of steps taken so far.
         """
         components = self.components
         step = self.step

@@ -1,4 +1,4 @@
-"""Copies of variables, made in one graph call, in which nothing passes between processes."""
+"""Copies variables in a single graph call, without communication between processes."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,10 @@ import tensorflow as tf
 def list_local_components(
     strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]
 ) -> list[tf.Variable]:
-    """Returns the variables that this process's replicas have for the variables of a strategy."""
+    """Returns the components of a strategy's variables on the replicas of this process.
+
+    A variable of the strategy has a component on each replica.
+    """
     return [
         component
         for variable in variables
@@ -20,11 +23,11 @@ def list_local_components(
 def define_copy(
     originals: Sequence[tf.Variable], targets: Sequence[tf.Variable]
 ) -> Callable[[], None]:
-    """Returns a graph function that assigns the values of variables to others.
+    """Returns a graph function that assigns the values of some variables to other variables.
 
-    All values are read before the first one is assigned, so variables may be in both lists. The
-    function is traced here. Otherwise, TensorFlow would mistake the functions for several lists for
-    a single function that is retraced again and again, and print a warning.
+    All values are read before the first one is assigned, so a variable may be in both lists. The
+    graph function is traced immediately. Otherwise, TensorFlow would treat all functions that this
+    returns as a single function that is retraced too often, and would print a warning.
     """
 
     @tf.function(autograph=False)
@@ -38,11 +41,11 @@ def define_copy(
 
 
 class ReplicaCopies:
-    """Copies of the values that each of this process's replicas has in some variables.
+    """Copies of the values that some variables have on each replica of this process.
 
     Attributes:
-        values: the copies: for each variable, a variable for each replica
-        put_back: gives each replica the copied values
+        values: the variables that contain the copies, one for each variable and replica
+        put_back: a function that gives each replica the copied values back
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, variables: list[tf.Variable]) -> None:
@@ -55,7 +58,7 @@ class ReplicaCopies:
 
     @contextlib.contextmanager
     def put_back_after(self) -> Iterator[None]:
-        """Copies the values, and puts them back after something has changed the variables."""
+        """Copies the values, and restores them when the context ends."""
         self._take()
         try:
             yield

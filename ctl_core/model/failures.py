@@ -1,8 +1,9 @@
-"""Attributes failures of graph calls: to a hook, an op and a line of the user's.
+"""Finds the hook, the op and the line of user code that made a graph call fail.
 
 With ``detect_anomaly``, TensorFlow checks the result of each op, and the first NaN or infinity ends
-training. The checks are ops of the graphs that are traced within ``check_numerics``. Each step is
-then a graph call of its own, so that the number of the failed step is known.
+training. The checks are ops that are added to all graphs traced inside the context
+``check_numerics``. Each step is then a separate graph call, so that the number of the failed step
+is known.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
 from ctl_core.run import errors
 
-# Matches the message of a check: the type of the op, its graph, its values, and its name.
+# Matches the error message of a numeric check. The groups are the op's type, graph, values and
+# name.
 _CHECK_MESSAGE = re.compile(
     r'graph op "(?P<type>\w+)".*?Graph name: "(?P<graph>.*?)".*? : Tensor had (?P<values>.*?) '
     r"values\s+\[\[.*?\{\{node (?P<name>.*?)/CheckNumericsV2",
@@ -33,7 +35,7 @@ class GraphFunctions(Protocol):
     """The graph functions that training calls."""
 
     def list_operations(self) -> Iterator[tf.Operation]:
-        """Yields the ops of all graphs that were traced."""
+        """Yields the ops of all graphs that have been traced."""
 
 
 @contextlib.contextmanager
@@ -41,9 +43,9 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
     """Turns a failed graph call into a one-line error that names the hook.
 
     Args:
-        state: of the run
-        functions: the functions that are called within the context
-        step: the number of steps that were taken before
+        state: the state of the run
+        functions: the graph functions that are called inside the context
+        step: the number of steps taken before the context is entered
     """
     hooks = state.hooks
     try:
@@ -60,7 +62,8 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
         task = state.cluster.task
         is_logical = state.components.shape.logical_replicas is not None
         is_cancelled = is_logical and isinstance(error, tf.errors.CancelledError)
-        # If the error comes from a device of this process, the other processes are still there.
+        # An op may also be canceled because a device of this process has failed. In that case, the
+        # other processes still answer, and the error is reported here.
         if is_peer_lost(task, error) and not (is_cancelled and are_others_there(task)):
             raise
         contradiction = state.data.explain_contradiction(error)
@@ -72,23 +75,28 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
         if anomaly is not None:
             raise errors.RunError(f"step {step + 1}: {anomaly}.") from error
         if is_cancelled:
-            # The function of a logical replica failed. TensorFlow then ends the other devices, and
-            # the device itself, which wait for each other's sums, before the function returns why.
+            # The function of a logical replica failed. The devices wait for each other's sums, so
+            # TensorFlow cancels all of them, even the failed device, before the function can return
+            # the reason.
             raise errors.RunError(
-                f"a device failed after step {step}, and TensorFlow does not tell why if there are "
-                "several; train on one device (--strategy one_device), which takes the same steps "
-                "and names the hook."
+                f"a device failed after step {step}; with several devices, TensorFlow does not "
+                "report why. Train on one device (--strategy one_device), which takes the "
+                "same steps and names the hook."
             ) from error
         raise errors.RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
 
 
 @contextlib.contextmanager
 def check_numerics(is_wanted: bool) -> Iterator[None]:
-    """Adds checks for NaN and infinity to the graphs that this thread traces, if wanted."""
+    """Adds checks for NaN and infinity to the graphs that this thread traces inside the context.
+
+    Does nothing if ``is_wanted`` is False.
+    """
     if not is_wanted:
         yield
         return
-    # TensorFlow truncates long messages. The stack of an op is read from its graph instead.
+    # TensorFlow truncates long messages, so the message contains only one line of the stack. The
+    # whole stack of an op is read from its graph instead.
     tf.debugging.enable_check_numerics(stack_height_limit=1)
     try:
         with leave_constants_unchecked():
@@ -100,17 +108,17 @@ def check_numerics(is_wanted: bool) -> Iterator[None]:
 def describe_anomaly(
     error: BaseException, hooks: Hooks, operations: Iterable[tf.Operation]
 ) -> str | None:
-    """Describes which op returned NaN or infinity, and its line.
+    """Describes the op that returned NaN or infinity, and the line that created the op.
 
-    For example ``NaN from RealDiv (norm/truediv), create_model (model.py:24)``.
+    An example is ``NaN from RealDiv (norm/truediv), create_model (model.py:24)``.
 
     Args:
-        error: raised by a graph call
-        hooks: of the run
-        operations: of the graphs that can be called
+        error: the error that a graph call raised
+        hooks: the hooks of the run
+        operations: the ops of the graphs that can be called
 
     Returns:
-        The description; None if the error is not of a check.
+        The description; None if the error does not come from a numeric check.
     """
     message = _CHECK_MESSAGE.search(str(error))
     if message is None:
@@ -132,7 +140,7 @@ def describe_anomaly(
 
 
 def _find_op(operations: Iterable[tf.Operation], graph: str, name: str) -> tf.Operation | None:
-    """Returns the op of a name in a graph of a name."""
+    """Returns the op with the given name in the graph with the given name, or None."""
     for op in operations:
         if op.name == name and op.graph.name == graph:
             return op
@@ -140,9 +148,10 @@ def _find_op(operations: Iterable[tf.Operation], graph: str, name: str) -> tf.Op
 
 
 def _find_forward_op(op: tf.Operation) -> tf.Operation | None:
-    """Returns the op of the forward pass that an op of the backward pass differentiates.
+    """Returns the op of the forward pass whose gradient a given op computes.
 
-    Returns None for any other op. The hook and its line are in the stack of the forward op only.
+    Returns None for an op that is not in the backward pass. Only the stack of the forward op
+    contains the hook and its line.
     """
     if "gradient" not in op.name:
         return None
@@ -153,10 +162,10 @@ def _find_forward_op(op: tf.Operation) -> tf.Operation | None:
 
 
 def find_line(op: tf.Operation, hooks: Hooks) -> str | None:
-    """Returns the hook that created an op, and its line; otherwise another line of the user's.
+    """Returns the hook that created an op, with its line: ``create_model (model.py:24)``.
 
-    Returns None if no line of the user's created it. An op of the backward pass has the line of the
-    op that it differentiates.
+    If no hook created the op, returns only the line of user code that did; None if there is no such
+    line. For an op of the backward pass, returns the line of the op that it differentiates.
     """
     frames = errors.read_frames(_find_forward_op(op) or op)
     owner = hooks.find_owner(frames)
@@ -165,7 +174,7 @@ def find_line(op: tf.Operation, hooks: Hooks) -> str | None:
     engine_frames = [
         index for index, (file, _) in enumerate(frames) if file.startswith(errors.ENGINE)
     ]
-    # Frames before the engine's last one belong to the program that started the training.
+    # All frames before the engine's last frame belong to the program that started the training.
     first = max(engine_frames, default=0)
     lines = [
         f"{errors.format_file_name(file)}:{line}"

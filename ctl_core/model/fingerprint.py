@@ -1,8 +1,8 @@
 """Compares the forward passes that the processes of a cluster have traced.
 
-The fingerprint of a graph covers the types of its ops, their numeric attributes and the values of
-constants. It ignores names and strings, because paths may differ between machines. It also ignores
-the order of the ops, because iterating over a Python set has no fixed order.
+The fingerprint of a graph covers the types of its ops, the numeric attributes of the ops and the
+values of constants. It ignores names and strings, because paths may differ between machines. It
+also ignores the order of the ops, because Python iterates over a set in no fixed order.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from ctl_core.cluster.sync import Cluster
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.failures import find_line
 
-# The kinds of attributes that the fingerprint covers, by their names in TensorFlow's AttrValue.
+# The fields of TensorFlow's AttrValue that contain numbers: integer, float and bool.
 _NUMERIC = ("i", "f", "b")
 
 
 def compare_forward(cluster: Cluster, hooks: Hooks, operations: Iterable[tf.Operation]) -> None:
-    """Refuses to train if the forward pass differs between the processes.
+    """Checks that all processes of a cluster have traced the same forward pass.
 
     Args:
         cluster: the processes
-        hooks: the hooks of the run, which the message names
-        operations: the ops of the forward pass, traced as replica 0 on each process
+        hooks: the hooks of the run, which the error message names
+        operations: the ops of the forward pass, which each process has traced as replica 0
 
     Raises:
-        SetupError: there is a difference; the message names the process, the ops and their lines.
+        SetupError: the forward passes differ; the message names the process, the ops and their
+            lines.
     """
     if cluster.task.processes == 1:
         return
@@ -44,7 +45,7 @@ def compare_forward(cluster: Cluster, hooks: Hooks, operations: Iterable[tf.Oper
     cluster.compare(
         _count_by_line(operations, hooks),
         "the forward pass is not the same on every process of the cluster",
-        "hooks must do the same on each of them, whatever its environment.",
+        "hooks must build the same graph on all of them, whatever their environment.",
         absent="0×",
     )
 
@@ -56,9 +57,10 @@ def compute_fingerprint(operations: Iterable[tf.Operation]) -> str:
 
 
 def _count_by_line(operations: Iterable[tf.Operation], hooks: Hooks) -> Facts:
-    """Returns how often each op occurs in a graph, by its description and its line.
+    """Returns the number of times that each op occurs in a graph.
 
-    This reads the stack trace of each op, which takes long for a large graph.
+    The keys describe the op and the line that created it. Finding the line takes long for a large
+    graph, because the stack trace of each op has to be read.
     """
     counts: collections.Counter[str] = collections.Counter()
     for op in operations:
@@ -68,7 +70,7 @@ def _count_by_line(operations: Iterable[tf.Operation], hooks: Hooks) -> Facts:
 
 
 def _describe_op(op: tf.Operation) -> str:
-    """Returns the type of an op with its numeric attributes; for a constant, with its value."""
+    """Returns the type and numeric attributes of an op, or the value of a constant."""
     if op.type == "Const":
         return f"Const {_describe_constant(op.get_attr('value'))}"
     attributes = [
@@ -81,7 +83,10 @@ def _describe_op(op: tf.Operation) -> str:
 
 
 def _describe_constant(proto: Any) -> str:
-    """Returns a scalar, or the shape and a digest of an array; of strings, the shape only."""
+    """Returns the value of a scalar, or the dtype, shape and digest of an array.
+
+    An array of strings is described without a digest.
+    """
     array = tf.make_ndarray(proto)
     kind = f"{array.dtype}{list(array.shape)}"
     if array.dtype == np.object_:

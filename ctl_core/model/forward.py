@@ -1,8 +1,8 @@
-"""The work of one replica on its share of a batch: model, loss and gradients.
+"""Computes the output, loss and gradients of one replica for its share of a batch.
 
-The graph hooks are called here, in the order of the step. Everything runs while a graph is traced.
-Values that would silently train another model than intended are refused here; hooks/load.py checks
-the type of every returned value.
+The graph hooks are called here, in the order of the step. All functions run while a graph is
+traced. This module rejects values that would silently train a different model than intended;
+hooks/load.py checks the type of every value that a hook returns.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ class ReplicaObjective:
     """The objective of one micro-batch on one replica.
 
     Attributes:
-        value: (sum(loss_per_batch) + rows extra_loss) / examples, a scalar; with a weight w of the
-            batch (sum(loss_per_batch) + w extra_loss) / B, still to be divided by sum(w) / B
+        value: a scalar, (sum(loss_per_batch) + rows * extra_loss) / examples. If the batch has a
+            weight w, the value is (sum(loss_per_batch) + w * extra_loss) / B, where B is the global
+            batch size; this value still has to be divided by sum(w) / B.
         variables: the variables to train, without those of frozen layers
-        logged: the parts of the loss that ``grad_pre`` returned to be logged, by name
-        is_scalar: whether loss_per_batch is one number
-        has_unchanged_loss: whether loss_per_batch is the very tensor that ``grad_pre`` was given
+        logged: the parts of the loss that ``grad_pre`` returned for logging, by name
+        is_scalar: whether loss_per_batch is a single number
+        has_unchanged_loss: whether loss_per_batch is the same tensor that was passed to
+            ``grad_pre``
     """
 
     value: tf.Tensor
@@ -71,7 +73,7 @@ class ReplicaObjective:
 
 
 def run_model(context: ForwardContext, batch: Batch, training: bool) -> ModelOutput:
-    """Returns the model's output for a batch, in float32 where precision is lower."""
+    """Returns the model's output for a batch; float16 and bfloat16 are cast to float32."""
     hook, model = context.components.choose_model(training)
     training = training and not context.quiet
     inputs = context.hooks.input_pre.trace(batch=batch, training=training, **context.hook_values())
@@ -82,7 +84,8 @@ def compute_loss(
     context: ForwardContext, batch: Batch, output: ModelOutput, training: bool
 ) -> Structure:
     """Returns the result of ``train_loss`` for the model's output, in float32."""
-    # Even in a quiet step, loss_pre gets a training batch, which may differ from an evaluation's.
+    # Even in a quiet step, the batch is a training batch, whose structure may differ from that of
+    # an evaluation batch. So loss_pre receives the real value of ``training``.
     loss_input = context.hooks.loss_pre.trace(
         output=output, batch=batch, training=training, **context.hook_values()
     )
@@ -93,7 +96,10 @@ def compute_loss(
 
 
 def call_made(hook: Hook, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function that a create hook returned; the message of a failure names the hook."""
+    """Calls a function that a hook returned, such as the model from ``create_model``.
+
+    If the function raises an error, the message names the hook.
+    """
     try:
         return function(*args)
     except CtlError:
@@ -103,27 +109,32 @@ def call_made(hook: Hook, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def call_model(model: Model, inputs: ModelInput, training: bool) -> ModelOutput:
-    """Calls the model, even a function that calls layers without passing ``training`` on."""
+    """Calls the model in training mode or in inference mode.
+
+    The mode also applies to layers that a function calls without passing ``training`` to them.
+    """
     with run_layers(training):
         return call_trained(model, inputs, training)
 
 
 def call_trained(function: Model | Loss, inputs: Structure, training: bool) -> Structure:
-    """Calls a model, or a loss, with ``training`` where it takes that argument."""
+    """Calls a model or a loss, and passes ``training`` only if it accepts that argument."""
     if isinstance(function, keras.Layer) or "training" in inspect.signature(function).parameters:
         return function(inputs, training=training)
     return function(inputs)
 
 
 def sum_loss(components: ForwardComponents, loss: Structure, batch: Batch) -> tf.Tensor:
-    """Returns the sum of a loss over a batch: of one number per example, or of the sum itself.
+    """Returns the sum of a loss over a batch.
+
+    The loss is either a vector of one number per example, or already the sum.
 
     Raises:
         SetupError: the loss has another shape or type.
     """
     create_loss = components.hooks.create_loss
     if isinstance(loss, dict):
-        raise create_loss.reject("the loss is a dict; return the sum of its parts.")
+        raise create_loss.reject("the loss is a dict; return the sum of its values.")
     loss = tf.convert_to_tensor(loss)
     examples = components.count_examples(batch)
     if not isinstance(examples, int):
@@ -134,21 +145,22 @@ def sum_loss(components: ForwardComponents, loss: Structure, batch: Batch) -> tf
     if not has_valid_shape or not loss.dtype.is_floating:
         raise create_loss.reject(
             f"the loss is {describe(loss)}; expected floating-point numbers, one per example "
-            f"(shape [{examples or 'batch'}]) or their sum (shape []); batch_weight says what "
-            "divides it."
+            f"(shape [{examples or 'batch'}]) or their sum (shape []); to divide by other "
+            "numbers, use batch_weight."
         )
     return tf.reduce_sum(cast_to_float32(loss))
 
 
 def _refuse_broadcast(create_loss: Hook, graph: tf.Graph) -> None:
-    """Refuses a loss whose graph broadcasts labels and predictions to [b, b]."""
+    """Raises an error if the graph of a loss broadcasts labels and predictions to [b, b]."""
     op = find_broadcast(graph)
     if op is None:
         return
     shapes = " and ".join(str(value.shape.as_list()) for value in op.inputs)
     raise SetupError(
-        f"{create_loss.locate(read_frames(op))}: {op.type} of the shapes {shapes} compares each "
-        "example with every other; give both one shape, by tf.squeeze(output, -1), say."
+        f"{create_loss.locate(read_frames(op))}: {op.type} of the shapes {shapes} compares "
+        "each example with all others; give both the same shape, for example with "
+        "tf.squeeze(output, -1)."
     )
 
 
@@ -166,9 +178,10 @@ def find_broadcast(graph: tf.Graph) -> tf.Operation | None:
 def weigh_batch(
     context: ForwardContext, batch: Batch, output: ModelOutput, present: tf.Tensor | None
 ) -> tf.Tensor | None:
-    """Returns the weight of a replica's batch by ``batch_weight``; None without that hook.
+    """Returns the weight that ``batch_weight`` gives a replica's batch; None without that hook.
 
-    A negative weight would reverse gradients: it becomes NaN, which makes the loss NaN.
+    A negative weight would reverse the gradients. It is replaced with NaN, so that the loss becomes
+    NaN.
     """
     hook = context.hooks.batch_weight
     if hook is None:
@@ -181,7 +194,7 @@ def weigh_batch(
 
 
 def keep_if(present: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
-    """Returns a value, or zero on a replica that has no rows."""
+    """Returns ``value`` if ``present`` is True or None, and zeros otherwise."""
     if present is None:
         return value
     return tf.where(present, value, tf.zeros_like(value))
@@ -191,11 +204,11 @@ class ForwardPass(NamedTuple):
     """The results of the forward hooks for a replica's batch.
 
     Attributes:
-        objectives: by name; in a turn only the objective whose turn it is
-        output: returned by the model
+        objectives: the objectives by name; in a turn, only the objective of that turn
+        output: the output of the model
         batch: the batch itself
-        loss: returned by ``train_loss``
-        weight: returned by ``batch_weight``, a scalar; None without that hook
+        loss: the value that ``train_loss`` returned
+        weight: the value that ``batch_weight`` returned, a scalar; None without that hook
     """
 
     objectives: dict[str, ReplicaObjective]
@@ -215,10 +228,10 @@ def compute_objectives(
     """Runs the model and the loss on a replica's batch, then ``grad_pre`` on their results.
 
     Args:
-        context: of the step, or of a turn within it
+        context: the context of the step, or of a turn within it
         batch: the batch of the replica
         examples: the number of examples in the global batch
-        rows: the rows of the replica, see ``batches.Share``
+        rows: the number of rows of the replica, see ``batches.Share``
         present: whether the replica has rows, see ``batches.Share``
     """
     shape = context.components.shape
@@ -255,7 +268,7 @@ def call_grad_pre(
     """Calls ``grad_pre``.
 
     Returns:
-        The objectives by name; in a turn only the objective whose turn it is.
+        The objectives by name; in a turn, only the objective of that turn.
     """
     hook = context.hooks.grad_pre
     returned = hook.trace(loss=loss, output=output, batch=batch, **context.hook_values())
@@ -278,16 +291,19 @@ ForwardBackward: TypeAlias = Callable[[Share], tuple[Contribution, VariablesByOb
 def forward_backward(
     context: StepContext, examples: Count, kept: frozenset[str], share: Share
 ) -> tuple[Contribution, VariablesByObjective]:
-    """Differentiates the objectives of one replica; nothing is summed over replicas or updated.
+    """Computes the objectives of one replica and their gradients.
+
+    This function does not sum over replicas, and does not update variables other than those that
+    the forward pass writes.
 
     Args:
-        context: of the step, or of a turn within it
+        context: the context of the step, or of a turn within it
         examples: the number of examples in the global batch
-        kept: which of ``output`` and ``batch`` are needed afterwards
+        kept: the values to return besides the gradients: any of ``output`` and ``batch``
         share: the replica's share of a micro-batch
 
     Returns:
-        The contribution of the share; and by objective the variables of its gradients.
+        The contribution of the share, and the variables of the gradients by objective.
     """
     components = context.components
 
@@ -327,7 +343,7 @@ def forward_backward(
 
 
 def _scale_loss(components: Components, loss: tf.Tensor) -> tf.Tensor:
-    """Multiplies a loss by the loss scale, where there is one."""
+    """Multiplies a loss by the loss scale, if there is one."""
     if components.loss_scale is None:
         return loss
     return tf.math.scalar_mul(tf.cast(components.loss_scale.value, loss.dtype), loss)
@@ -336,7 +352,10 @@ def _scale_loss(components: Components, loss: tf.Tensor) -> tf.Tensor:
 def _leave_out_unused(
     context: ForwardContext, gradients: list[Gradient | None], variables: list[Variable]
 ) -> tuple[Gradients, list[Variable]]:
-    """Returns the gradients and variables without those that the loss does not depend on."""
+    """Returns the gradients that are not None, and their variables.
+
+    Warns about the other variables, because the loss does not depend on them.
+    """
     kept_gradients = []
     kept_variables = []
     unused = []
@@ -346,12 +365,13 @@ def _leave_out_unused(
         else:
             kept_gradients.append(fix_sparse_shape(gradient, variable))
             kept_variables.append(variable)
-    # A quiet step may run another branch of the model than training does.
+    # In a quiet step, the model may take a different branch than in training, so do not warn about
+    # unused variables.
     if unused and not context.quiet:
         names = ", ".join(unused[:5])
         if len(unused) > 5:
             names += " and others"
-        message = f"the loss does not depend on {names}: not updated."
+        message = f"the loss does not depend on {names}, so they are not updated."
         if not kept_gradients:
             raise context.hooks.grad_pre.reject(message)
         warn(message)
@@ -359,7 +379,10 @@ def _leave_out_unused(
 
 
 def fix_sparse_shape(gradient: Gradient, variable: Variable) -> Gradient:
-    """Gives a sparse gradient the static shape of its variable, which XLA has to know."""
+    """Returns a gradient; if it is sparse, it gets the static shape of its variable.
+
+    XLA requires a static shape.
+    """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     shape = tf.constant(tuple(variable.shape), gradient.indices.dtype)
@@ -367,7 +390,7 @@ def fix_sparse_shape(gradient: Gradient, variable: Variable) -> Gradient:
 
 
 def read_written(components: Components) -> list[tf.Tensor]:
-    """Returns the present values of the variables that the forward pass writes."""
+    """Returns the current values of the variables that the forward pass writes."""
     return [written.variable.read_value() for written in components.written]
 
 
@@ -379,18 +402,21 @@ def settle_written(
     present: tf.Tensor | None,
     rows_of_all: tf.Tensor,
 ) -> Contribution:
-    """Weighs the values that a micro-batch wrote to variables by the rows of the replica.
+    """Scales the changes that a micro-batch made to variables by the replica's number of rows.
 
-    A moving statistic of each replica's own batch is averaged over the replicas later. With r of R
-    rows on one of N replicas it moves N r / R times as far, so that every example has the same
-    influence. A replica without rows gets the shared variables of the first replica, which has rows
-    if any has; its placeholder batch does not count.
+    A moving statistic that each replica computes from its own rows is averaged over the replicas
+    later. If one of N replicas has r of all R rows, its change of the statistic is multiplied by N
+    r / R, so that every example has the same influence. A replica without rows gets the shared
+    variables of the first replica, which has rows if any replica has. The placeholder batch of a
+    replica without rows has no effect.
 
     Args:
-        components: of the step
-        contribution: returned by ``forward_backward``
-        before: the values of the written variables before it, see ``read_written``
-        rows, present, rows_of_all: see ``batches.Share``
+        components: the components of the step
+        contribution: the result of ``forward_backward``
+        before: the values of the written variables before ``forward_backward``, see
+            ``read_written``
+        rows, present, rows_of_all: the fields ``rows``, ``present`` and ``together`` of the share,
+            see ``batches.Share``
 
     Returns:
         The contribution, without the rows of a placeholder batch.
@@ -413,7 +439,7 @@ def settle_written(
 
 
 def _share_first_values(components: Components, present: tf.Tensor) -> None:
-    """Gives a replica without rows the shared variables of the first replica."""
+    """Copies the first replica's shared variables to each replica without rows."""
     shared = [written.variable for written in components.written if written.is_shared]
     if not shared:
         return

@@ -7,10 +7,10 @@ sum back. In a cluster, all devices send their roots to all devices of all proce
 device finishes the tree by itself.
 
 A logical replica is a graph function that TensorFlow does not inline. TensorFlow therefore
-simplifies it separately, in the same way on each device, whatever ops are around it. A model that
-is inlined next to other ops could be simplified in another way, and round differently. Additions
-are functions, too, for the same reason: TensorFlow folds additions that it can see into AddN, which
-adds in another order.
+simplifies it separately, in the same way on each device, regardless of the surrounding ops. If a
+model were inlined next to other ops, TensorFlow could simplify it differently, and the results
+would be rounded differently. For the same reason, each addition is a function, too: TensorFlow
+would merge inlined additions into AddN, which adds in a different order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _add(left: Bucket, right: Bucket) -> Bucket:
     """Adds two buckets.
 
     The sum of two sparse gradients has the indices of both, in an order that depends only on these
-    two gradients. Its values equal those of the sum of the dense gradients.
+    two gradients. The sum has the same values as if both gradients were dense.
     """
     if isinstance(left, tf.IndexedSlices):
         return merge_rows(join(left, right), compiled=False)
@@ -53,7 +53,10 @@ hidden_identity = tf.function(tf.identity, autograph=False, experimental_attribu
 
 
 def add_buckets(left: Buckets, right: Buckets) -> Buckets:
-    """Adds the buckets of two subtrees, in functions that TensorFlow does not inline."""
+    """Adds each bucket of one subtree to the same bucket of another subtree.
+
+    The additions are functions that TensorFlow does not inline.
+    """
     return [hidden_add(*pair) for pair in zip(left, right, strict=True)]
 
 
@@ -64,7 +67,8 @@ class LeafResult(NamedTuple):
         summed: the tensors that are added up over all logical replicas; in a sparse gradient, each
             index occurs once
         compared: the values that have to be equal on all logical replicas
-        pieces: the tensors, dense or not, of this logical replica that host hooks are passed
+        pieces: the tensors of this logical replica that are passed to host hooks; they may be
+            ragged or sparse
     """
 
     summed: list[Gradient]
@@ -76,14 +80,14 @@ class DeviceResult(NamedTuple):
     """The results of the logical replicas of one device.
 
     Attributes:
-        roots: for each root, the buckets of its sum; padded with empty buckets if other devices
-            have more roots
-        compared: the values, on the first logical replica of the device, that have to be equal on
-            all logical replicas
-        are_equal: for each of these values, whether it is the same on all logical replicas of the
-            device, a bool scalar
-        pieces: the pieces of each logical replica of the device; padded with pieces without rows if
-            other devices have more logical replicas
+        roots: for each subtree that the device adds up, the buckets of its sum; padded with empty
+            buckets if other devices have more roots
+        compared: the values of the device's first logical replica that have to be equal on all
+            logical replicas
+        are_equal: for each value in ``compared``, a bool scalar: whether the value is the same on
+            all logical replicas of the device
+        pieces: for each logical replica of the device, its pieces; padded with pieces without rows
+            if other devices have more logical replicas
     """
 
     roots: list[Buckets]
@@ -96,10 +100,11 @@ class LeafSum:
     """Computes the logical replicas, which are the leaves of the tree, and adds them up.
 
     Attributes:
-        packing: packs the dense tensors into buckets; set when the first device is traced
+        packing: the assignment of the dense tensors to buckets; None until the first device is
+            traced
         sparse_rows: for each sparse gradient, its maximum number of rows in one logical replica,
             and the number of rows of its variable
-        ranges: the indices of the logical replicas of each device of all processes
+        ranges: for each device of all processes, the indices of its logical replicas
     """
 
     def __init__(self, leaves: int, devices: int) -> None:
@@ -114,8 +119,9 @@ class LeafSum:
         """Computes the logical replicas of one device.
 
         Args:
-            device: the number of the device
-            compute: computes the logical replica of an index, an int32 scalar
+            device: the index of the device
+            compute: a function that computes the logical replica with a given index, an int32
+                scalar
         """
 
         @tf.function(
@@ -132,7 +138,7 @@ class LeafSum:
             add_up(root, walk.compute_leaf, walk.add)
             for root in list_roots(self._leaves, self.ranges[device])
         ]
-        # All replicas of a strategy have to return the same structure.
+        # Pad the roots, because all replicas of a strategy have to return the same structure.
         while len(roots) < self._most_roots:
             roots.append([make_empty(bucket) for bucket in roots[0]])
         pieces = [[make_vector(piece) for piece in leaf_pieces] for leaf_pieces in walk.pieces]
@@ -146,7 +152,10 @@ class LeafSum:
         )
 
     def _pack(self, summed: list[Gradient]) -> Buckets:
-        """Packs the dense tensors of a logical replica; each sparse tensor becomes a bucket."""
+        """Packs the dense tensors of a logical replica into buckets.
+
+        Each sparse tensor becomes a separate bucket.
+        """
         dense = [tensor for tensor in summed if not isinstance(tensor, tf.IndexedSlices)]
         sparse = [tensor for tensor in summed if isinstance(tensor, tf.IndexedSlices)]
         if self.packing is None:
@@ -160,13 +169,14 @@ class LeafSum:
     ) -> list[PerReplica]:
         """Adds up the roots of all devices, and returns the sums on each device.
 
-        In a single process, each bucket is finished on one device, and the devices take turns. In a
-        cluster, each device finishes all buckets. A device receives the roots of its next bucket
-        only when its previous bucket is finished, so it holds the roots of one bucket at a time.
+        In a single process, each bucket is added up on one device, and the devices take turns. In a
+        cluster, each device adds up all buckets. A device receives the roots of its next bucket
+        only after its previous bucket has been added up, so the roots of only one bucket take up
+        memory at a time.
 
         Args:
             strategy: the strategy whose devices compute
-            run: calls a function on each device, with that device's values
+            run: a function that calls another function on each device, with that device's values
             roots: the roots of all devices, see ``DeviceResult``
         """
         if has_peers(strategy):
@@ -175,7 +185,7 @@ class LeafSum:
         totals: list[tf.Tensor] = []
         for bucket in range(len(roots[0])):
             earlier = []
-            if bucket >= len(devices):  # the last bucket that the same device has finished
+            if bucket >= len(devices):  # wait for the previous bucket of this device
                 earlier.append(totals[bucket - len(devices)])
             bucket_roots = [root[bucket] for root in roots]
             known = self._release_roots(strategy, bucket_roots, earlier)
@@ -187,7 +197,9 @@ class LeafSum:
     def _release_roots(
         self, strategy: tf.distribute.Strategy, roots: list[PerReplica], after: list[tf.Tensor]
     ) -> dict[Subtree, tf.Tensor]:
-        """Returns the sums of a bucket by subtree; a device sends its sums once they are computed.
+        """Returns the sums of a bucket by subtree.
+
+        Each device sends its sums only after the tensors ``after`` have been computed.
 
         Args:
             strategy: the strategy whose devices have the sums
@@ -209,7 +221,7 @@ class LeafSum:
         return released
 
     def _finish_on_each_device(self, roots: list[Buckets]) -> list[Gradient]:
-        """Adds up the roots of all processes on one device, and returns the sums.
+        """Adds up the roots of all processes, and returns the sums. Runs on each device.
 
         Args:
             roots: the roots of this device, see ``DeviceResult``
@@ -234,7 +246,8 @@ class LeafSum:
         """Returns the sum of a bucket.
 
         Args:
-            gathered: for each device, its roots of the bucket in their order
+            gathered: for each device, the sums of its roots in this bucket, in the order of the
+                roots
         """
         known = {
             subtree: gathered[device][index]
@@ -249,10 +262,10 @@ class LeafSum:
         Each device, including the device that computed the sum, first passes the sum through an
         identity function that is placed on this device and is not inlined. Otherwise,
         ``tf.clip_by_global_norm``, which places its products next to the gradients, would place the
-        products of all devices on the device that computed the sum. Grappler reorders the products
-        of gradient, clipping factor and learning rate if all of them are on one device (the stage
-        MinimizeBroadcasts of its arithmetic optimizer), but not if they are on two. The devices
-        would round differently, and diverge.
+        products of all devices on the device that computed the sum. The stage MinimizeBroadcasts of
+        Grappler's arithmetic optimizer reorders the products of gradient, clipping factor and
+        learning rate if all of them are on one device, but not if they are on two devices. The
+        weights on different devices would then be rounded differently, and drift apart.
 
         All other values that one device computes for others are exact: the states of random
         generators, numbers of steps, and flags.
@@ -268,16 +281,22 @@ class LeafSum:
 class DeviceWalk:
     """Computes the logical replicas of a device in order, and adds them up as soon as possible.
 
-    Each call waits for the one before it, so the device holds the activations of one logical
-    replica at a time, and one sum for each level of the tree.
+    Each call waits for the previous call. The device therefore stores the activations of only one
+    logical replica at a time, and one partial sum for each level of the tree.
 
     Attributes:
-        compared: for each logical replica so far, its values that have to be equal on all of them
-        pieces: for each logical replica so far, its pieces
+        compared: for each logical replica computed so far, the values that have to be equal on all
+            logical replicas
+        pieces: for each logical replica computed so far, its pieces, see ``LeafResult``
     """
 
     def __init__(self, function: tf.types.experimental.ConcreteFunction) -> None:
-        """Takes a function that returns the fields of a ``LeafResult``, the first one packed."""
+        """Stores the function that computes a logical replica.
+
+        Args:
+            function: a graph function that returns the fields of a ``LeafResult``, with ``summed``
+                packed into buckets
+        """
         self.compared: list[list[tf.Tensor]] = []
         self.pieces: list[list[AnyTensor]] = []
         self._function = function
@@ -303,7 +322,7 @@ class DeviceWalk:
 
 
 def make_vector(piece: AnyTensor) -> AnyTensor:
-    """Returns a scalar as a vector of one element, and any other tensor as it is."""
+    """Returns a scalar as a vector with one element, and any other tensor unchanged."""
     if piece.shape.rank == 0:
         return tf.reshape(piece, [1])
     return piece
@@ -317,13 +336,16 @@ def make_empty(bucket: Bucket) -> Bucket:
 
 
 def are_all_equal(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns a bool scalar: whether tensors have the same bits. All NaN count as equal."""
+    """Returns whether tensors have the same bits, as a bool scalar.
+
+    All NaN values are considered equal.
+    """
     first, *others = map(read_bits, values)
     return tf.reduce_all([tf.constant(True), *(tf.reduce_all(first == bits) for bits in others)])
 
 
 def read_bits(value: tf.Tensor) -> tf.Tensor:
-    """Returns the bits of a tensor as integers to be compared; all NaN give the same integer."""
+    """Returns the bits of a tensor as integers; every NaN becomes the same integer."""
     encoded = encode_for_sum(value)
     if not encoded.dtype.is_floating:
         return encoded

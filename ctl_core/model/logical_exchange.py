@@ -1,8 +1,8 @@
 """Exchanges the results of logical replicas between the processes of a cluster.
 
 Each function is called on every device of every process, and returns the same values on all of
-them, except where its docstring says otherwise. No bit changes in the exchange, so every device can
-finish the sums by itself; see leaf_sum.py.
+them, except where its docstring says otherwise. The exchange does not change any bit, so every
+device can compute the final sums by itself; see leaf_sum.py.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def gather_sparse(gradients: Sequence[tf.IndexedSlices], most: int) -> list[list
     """Returns the sparse gradients of all devices: a list for each device.
 
     Args:
-        gradients: gradients of one variable, which may differ in their number of rows; the same
-            number of gradients on each device
-        most: the maximum number of rows of any of them, in any step
+        gradients: gradients of one variable, whose numbers of rows may differ; each device passes
+            the same number of gradients
+        most: the maximum number of rows that a gradient can have in any step
     """
     values = gather_rows([gradient.values for gradient in gradients], most)
     indices = gather_rows([gradient.indices for gradient in gradients], most)
@@ -55,15 +55,15 @@ def gather_sparse(gradients: Sequence[tf.IndexedSlices], most: int) -> list[list
 def gather_rows(tensors: Sequence[tf.Tensor], most: int) -> list[list[tf.Tensor]]:
     """Returns the tensors of all devices: a list for each device.
 
-    For the exchange, the tensors are padded to ``most`` rows, since an exchange in a loop needs a
-    fixed shape.
+    The tensors are padded to ``most`` rows before they are exchanged, because a collective in a
+    loop requires a fixed shape.
 
     Args:
-        tensors: tensors that differ only in their number of rows; the same number of tensors on
-            each device
-        most: the maximum number of rows of any of them, in any step
+        tensors: tensors that differ only in their number of rows; each device passes the same
+            number of tensors
+        most: the maximum number of rows that a tensor can have in any step
     """
-    rows = gather(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))  # [devices, tensors]
+    rows = gather(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))  # shape [devices, tensors]
     no_padding = [[0, 0]] * (tensors[0].shape.rank - 1)
     padded = [
         tf.ensure_shape(
@@ -72,7 +72,7 @@ def gather_rows(tensors: Sequence[tf.Tensor], most: int) -> list[list[tf.Tensor]
         )
         for tensor in tensors
     ]
-    gathered = gather(tf.stack(padded))  # [devices, tensors, most, ...]
+    gathered = gather(tf.stack(padded))  # shape [devices, tensors, most, ...]
     devices = tf.distribute.get_strategy().num_replicas_in_sync
     return [
         [gathered[device, index, : rows[device, index]] for index in range(len(tensors))]
@@ -84,19 +84,19 @@ def gather_texts(texts: tf.Tensor) -> tf.Tensor:
     """Returns the strings of all devices, which are exchanged as integers.
 
     Args:
-        texts: string[n], with the same n on each device
+        texts: a string tensor of shape [n], with the same n on each device
 
     Returns:
-        string[devices, n]
+        A string tensor of shape [devices, n].
     """
-    separator = ","  # does not occur in Base64, which consists of ASCII characters
+    separator = ","  # commas do not occur in Base64, which is plain ASCII
     joined = tf.strings.reduce_join(tf.io.encode_base64(texts), separator=separator)
     lengths = gather(tf.strings.length(joined))
-    whole_numbers = tf.reduce_max(lengths) // 8 + 1  # 8 characters fit into an int64
+    whole_numbers = tf.reduce_max(lengths) // 8 + 1  # an int64 has room for 8 characters
     padding = tf.repeat(" ", 8 * whole_numbers - tf.strings.length(joined))
     padded = tf.strings.join([joined, tf.strings.reduce_join(padding)])
     numbers = tf.bitcast(tf.reshape(tf.io.decode_raw(padded, tf.uint8), [-1, 8]), tf.int64)
-    characters = tf.bitcast(gather(numbers), tf.uint8)  # [devices, whole_numbers, 8]
+    characters = tf.bitcast(gather(numbers), tf.uint8)  # shape [devices, whole_numbers, 8]
     characters = tf.reshape(characters, [tf.size(lengths), -1])
     lines = tf.strings.unicode_encode(tf.cast(characters, tf.int32), "UTF-8")
     lines = tf.strings.substr(lines, tf.zeros_like(lengths), lengths)
@@ -104,15 +104,16 @@ def gather_texts(texts: tf.Tensor) -> tf.Tensor:
 
 
 def gather_pieces(ranges: Sequence[range], pieces: list[list[AnyTensor]]) -> list[list[AnyTensor]]:
-    """Returns the pieces of all logical replicas, in their order.
+    """Returns the pieces of all logical replicas, in the order of the logical replicas.
 
-    Only the first device of a process returns pieces with rows; the other devices return them
-    without rows, because host hooks receive the concatenated pieces of all devices of a process.
+    Host hooks receive the concatenated pieces of all devices of a process. Therefore, only the
+    first device of a process returns pieces with rows, and the other devices return pieces without
+    rows.
 
     Args:
-        ranges: the logical replicas of each device
-        pieces: the tensors, dense or not, of each logical replica of this device; padding at the
-            end is ignored
+        ranges: for each device, the indices of its logical replicas
+        pieces: for each logical replica of this device, its tensors, which may be ragged or sparse;
+            padding at the end of the list is ignored
     """
     device = get_device_number()
     specs = [tf.type_spec_from_value(piece) for piece in pieces[0]]

@@ -1,4 +1,4 @@
-"""Refuses hooks, layers and ops that logical replicas cannot support, or do not support yet."""
+"""Rejects hooks, layers and ops that logical replicas cannot support, or do not support yet."""
 
 from __future__ import annotations
 
@@ -20,49 +20,50 @@ _CURE = "leave out logical_replicas"
 
 
 def refuse_hooks(hooks: Hooks) -> None:
-    """Refuses hooks that cannot be combined with logical replicas.
+    """Rejects hooks that cannot be combined with logical replicas.
 
     Raises:
-        SetupError: such a hook exists; the message names it and the reason.
+        SetupError: there is such a hook; the message names the hook and gives the reason.
     """
     pieces = [name for name in PIECES if name in hooks.update_pre.arguments]
     if pieces:
         raise hooks.update_pre.reject(
-            f"takes {' and '.join(pieces)}, which differ between devices; with logical_replicas, "
-            "an update may depend only on sums over them: leave out these arguments or "
-            "logical_replicas."
+            f"takes {' and '.join(pieces)}, which differ between devices; with "
+            "logical_replicas, an update may depend only on sums over all devices: leave out "
+            "these arguments or logical_replicas."
         )
 
 
 def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:
-    """Refuses layers that cannot be combined with logical replicas.
+    """Rejects layers that cannot be combined with logical replicas.
 
     Raises:
-        SetupError: such a layer exists; the message names it and the reason.
+        SetupError: there is such a layer; the message names the layer and gives the reason.
     """
     for layer in layers:
         name = f"{type(layer).__name__} '{layer.name}'"
         if getattr(layer, "stateful", False):
             raise hooks.create_model.reject(
-                f"{name} is stateful: its rows would have to be on the same logical replica in "
-                "each step; leave out stateful=True or logical_replicas."
+                f"{name} is stateful: each row would have to stay on the same logical replica "
+                "in all steps; leave out stateful=True or logical_replicas."
             )
         if getattr(layer, "synchronized", False):
             raise hooks.create_model.reject(
-                f"{name} is synchronized, which needs all replicas at the same moment, while a "
-                "device computes logical replicas one after another; leave out one of the two."
+                f"{name} is synchronized, which needs all replicas at the same time, but a "
+                "device computes logical replicas one after another; leave out one of the "
+                "two."
             )
 
 
 def refuse_states(hook: Hook, metrics: Mapping[str, keras.Metric]) -> None:
-    """Resets metrics, and refuses metrics whose state cannot be summed or does not start at 0.
+    """Resets metrics, and rejects metrics whose state cannot be summed or does not start at 0.
 
     Args:
         hook: the hook that returned the metrics
         metrics: the metrics by name
 
     Raises:
-        SetupError: such a metric exists; the message names it.
+        SetupError: there is such a metric; the message names it.
     """
     for name, metric in metrics.items():
         for variable in metric.variables:
@@ -81,17 +82,17 @@ def refuse_states(hook: Hook, metrics: Mapping[str, keras.Metric]) -> None:
 
 
 def refuse_ops(hooks: Hooks, graph: tf.Graph) -> None:
-    """Refuses exchanges between replicas, and random ops whose state cannot be set.
+    """Rejects collectives between replicas, and random ops whose state cannot be set.
 
-    This also finds calls that are only in the graph of the whole step, such as one in
-    ``update_post``.
+    The whole graph of a step is searched, including hooks that are not part of the forward pass,
+    such as ``update_post``.
 
     Args:
         hooks: the hooks of the run
         graph: the graph of a training step or of an evaluation
 
     Raises:
-        SetupError: such an op exists; the message names the line that created it.
+        SetupError: there is such an op; the message names the line that created it.
     """
     operations = list(add_called_ops(graph.get_operations()))
     refuse_calls_of_collectives(hooks, operations, NO_EXCHANGE)

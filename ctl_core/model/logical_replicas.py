@@ -1,7 +1,8 @@
-"""Computes a step of logical replicas, which has the same bits on any number of devices.
+"""Computes a step with logical replicas, whose result has the same bits on any number of devices.
 
 A global batch has V shares, one for each logical replica. leaf_sum.py computes the logical replicas
-of each device and adds up their results, which this module then settles on each device.
+of each device and adds up their results. This module defines the work of a logical replica, and
+applies the sums to the variables on each device.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from ctl_core.types import (
     VariablesByObjective,
 )
 
-# The purposes of random numbers, see ``derive_generator_states``.
+# Values of the argument ``purpose`` of ``derive_generator_states``.
 TRAINING = 0
 EVALUATION = 1
-# Numbers that ``GeneratorStates.assign`` takes in place of the index of a logical replica.
+# Special values of the argument ``index`` of ``GeneratorStates.assign``, which is otherwise the
+# index of a logical replica.
 UPDATE = -1
 BETWEEN_STEPS = -2
 
@@ -60,10 +62,14 @@ class GeneratorStates:
                 )
 
     def assign(self, index: Count) -> None:
-        """Sets all generators for a logical replica, for ``UPDATE`` or for ``BETWEEN_STEPS``."""
+        """Sets the states of all generators.
+
+        Args:
+            index: the index of a logical replica, ``UPDATE`` or ``BETWEEN_STEPS``
+        """
         if not self._variables:
             return
-        # Negative numbers count from the end, as in a Python list.
+        # A negative index counts from the end, as in a Python list.
         states = tf.gather(self._states, index % self._states.shape[0])
         for number, variable in enumerate(self._variables):
             state = states[number, : len(self._initial_states[number])]
@@ -75,8 +81,9 @@ class LogicalReplicas:
 
     Attributes:
         states: the states of the random generators in the update
-        are_equal: for each variable that has to have the same value on all logical replicas after
-            they have run, whether it has, a bool scalar; set by ``compute``
+        are_equal: one bool scalar for each variable that must have the same value on all logical
+            replicas after they have run. It is True if the values are equal. ``compute`` sets this
+            list.
     """
 
     def __init__(self, context: StepContext, run: Run) -> None:
@@ -84,7 +91,7 @@ class LogicalReplicas:
 
         Args:
             context: the context of the step
-            run: calls a function on each device, with that device's values
+            run: a function that calls another function on each device, with that device's values
         """
         self._context = context
         self._components: Components = context.components
@@ -111,7 +118,7 @@ class LogicalReplicas:
         Args:
             share: for each device, the rows of its logical replicas
             examples: the number of examples in the global batch
-            forward_backward: computes the contribution of a logical replica
+            forward_backward: a function that computes the contribution of a logical replica
 
         Returns:
             Three values: the sums, with the outputs and batches of each device; the sums without
@@ -148,7 +155,7 @@ class LogicalReplicas:
         """Computes the logical replicas of one device.
 
         Returns:
-            The results; and the previous value of each variable of ``_list_added``.
+            The results, and the value that each variable of ``_list_added`` had before.
         """
         device = get_device_number()
         written = self._components.written
@@ -164,7 +171,7 @@ class LogicalReplicas:
             with (
                 enter_logical_replica(index, leaves),
                 compat.mute_other_summaries(self._context.step, index),
-                tf.name_scope(""),  # the name of a summary begins with the name scope
+                tf.name_scope(""),  # otherwise names of summaries would begin with it
             ):
                 self.states.assign(index)
                 for entry, value in zip(written, before, strict=True):
@@ -209,7 +216,7 @@ class LogicalReplicas:
                 compared.append(after)
                 continue
             difference = after - value
-            if written.max_stretch is not None:  # a moving statistic, which becomes the mean
+            if written.max_stretch is not None:  # a moving statistic is averaged over the rows
                 difference *= tf.cast(share_of_rows, difference.dtype)
             differences.append(keep_if(share.present, difference))
         differences += [variable.read_value() for variable in self._metric_variables]
@@ -220,7 +227,7 @@ class LogicalReplicas:
         )
 
     def _list_added(self) -> list[tf.Variable]:
-        """Returns the variables whose changes by all logical replicas are added up."""
+        """Returns the variables whose changes are added up over all logical replicas."""
         written = self._components.written
         return [
             *(entry.variable for entry in written if not entry.is_shared),
@@ -228,7 +235,7 @@ class LogicalReplicas:
         ]
 
     def _add_differences(self, before: list[tf.Tensor], differences: list[tf.Tensor]) -> None:
-        """Adds the changes that all logical replicas made to variables, on one device."""
+        """Adds the summed changes of all logical replicas to the variables of one device."""
         for variable, value, difference in zip(
             self._list_added(), before, differences, strict=True
         ):
@@ -253,11 +260,13 @@ class LogicalReplicas:
 def compare_between_processes(
     compared: list[tf.Tensor], are_equal: list[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Returns on one device, for each value, whether all logical replicas have the same value.
+    """Returns, for each value, whether it is the same on all logical replicas of all processes.
+
+    Runs on each device.
 
     Args:
         compared: the values of this device, see ``DeviceResult``
-        are_equal: whether each is the same on all logical replicas of this device
+        are_equal: for each value, whether it is the same on all logical replicas of this device
     """
     vectors = [tf.reshape(tf.cast(read_bits(value), tf.int64), [-1]) for value in compared]
     gathered = gather(tf.concat([tf.cast(tf.stack(are_equal), tf.int64), *vectors], 0))
@@ -274,9 +283,10 @@ def take_leaf(
 ) -> Share:
     """Takes the rows of a logical replica from the rows of its device.
 
-    If the number of examples varies, there may be fewer of them than logical replicas. A logical
+    If the number of examples varies, there may be fewer examples than logical replicas. A logical
     replica without rows gets the last row of the global batch as a placeholder. It then writes the
-    same values to variables as the last logical replica with rows, so comparing them does not fail.
+    same values to variables as the last logical replica with rows, so that the values are equal on
+    all logical replicas.
 
     Args:
         batch: the rows of the device
@@ -301,11 +311,11 @@ def take_leaf(
 def list_sparse_rows(
     gradients: GradientsByObjective, variables: VariablesByObjective
 ) -> list[tuple[int, int]]:
-    """Returns, for each sparse gradient, its maximum number of rows and that of its variable.
+    """Returns, for each sparse gradient, the maximum numbers of rows of it and of its variable.
 
     Args:
         gradients: the gradients of a logical replica, in which an index may occur more than once
-        variables: their variables
+        variables: the variables of the gradients
     """
     rows = []
     for gradient, variable in zip(
@@ -322,7 +332,8 @@ def settle_gradients(
 ) -> GradientsByObjective:
     """Returns gradients with the static shapes of their variables.
 
-    Whether a gradient is sparse depends only on how the model uses the variable.
+    Sparse gradients stay sparse: whether a gradient is sparse depends only on how the model uses
+    its variable.
     """
     return {
         name: list(map(fix_shape, objective_gradients, variables[name]))

@@ -1,7 +1,9 @@
-"""Refuses functions that must not be called for a loss, because they make weights wrong silently.
+"""Rejects calls that would silently make the gradients of a loss wrong.
 
-A function can be imported under any name, and be called by any other function. The traceback of an
-op names the functions that created it, so the ops of a trace tell whether and where it was called.
+A function can be imported under any name, and can be called by any other function, so the source
+code does not reveal every call. However, the stack trace of each op in a graph names the functions
+that created the op. The ops of a traced graph therefore show whether a function was called, and
+where.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from ctl_core.run.errors import (
     read_calls,
 )
 
-# The functions that TensorFlow's tutorial on distributed loops scales losses with, and the values
-# to return in place of theirs.
+# The functions with which TensorFlow's tutorial on distributed training loops scales losses, and
+# the values that hooks should return instead.
 _SCALED = {
     "compute_average_loss": "one number per example: the engine divides by the global batch size",
     "scale_regularization_loss": "the unscaled sum: the engine counts extra_loss once",
 }
-# The ops that these two functions end with.
+# The types of the ops that the scaling functions create last.
 _DIVISIONS = ("DivNoNan", "RealDiv")
 _EXCHANGES = ("all_reduce", "all_gather")
 _COLLECTIVES = [
@@ -36,24 +38,29 @@ _METRICS = str(Path(ENGINE, "model", "metrics.py"))
 _MODEL = str(Path(ENGINE, "model", "forward.py")), "call_model"
 _OPTIMIZER = str(Path(ENGINE, "update.py")), "apply_on_devices"
 
-# A call of a stack: file, line and function.
+# A call in a stack trace: file, line number and function name.
 Call = tuple[str, int, str]
 
 
 class TypedOp(GraphOp, Protocol):
-    """An operation of a graph (``tf.Operation``; TensorFlow is not imported here)."""
+    """An operation of a graph.
+
+    This protocol describes ``tf.Operation``, because this module does not import TensorFlow.
+    """
 
     @property
     def type(self) -> str:
-        """The name of the kind of operation."""
+        """The type of the operation, such as ``RealDiv``."""
 
 
 def refuse_scaled_losses(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
-    """Refuses TensorFlow's functions that divide a loss, which the engine would divide again.
+    """Rejects calls of TensorFlow's functions that divide a loss.
+
+    The engine divides the loss, too, so it would be divided twice.
 
     Args:
-        hooks: of the run
-        operations: of a graph in which the hooks were traced
+        hooks: the hooks of the run
+        operations: the ops of a graph in which the hooks were traced
 
     Raises:
         SetupError: one of the functions was called; the message has the line of the call.
@@ -69,17 +76,18 @@ def refuse_scaled_losses(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
 
 
 def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
-    """Refuses exchanges of replicas for a loss that is computed in micro-batches.
+    """Rejects collectives between replicas in a loss that is computed in micro-batches.
 
-    They would bring together the rows of one micro-batch, rather than those of the batch. A layer
-    of the model may sum statistics over replicas: it normalizes with those of a micro-batch.
+    Such a collective would combine only the rows of one micro-batch rather than those of the whole
+    batch. Layers of the model, however, may sum statistics over replicas: they then normalize with
+    the statistics of a micro-batch.
 
     Args:
-        hooks: of the run, which has ``accumulate_steps``
-        operations: of a graph in which the hooks were traced on a ``LoneReplica``
+        hooks: the hooks of the run, which uses ``accumulate_steps``
+        operations: the ops of a graph in which the hooks were traced on a ``LoneReplica``
 
     Raises:
-        SetupError: a hook, or the loss, exchanges something; the message has the line of the call.
+        SetupError: a hook, or the loss, calls a collective; the message has the line of the call.
     """
     identities = (op for op in operations if op.type == "Identity")
     for calls, index in _find_calls(hooks, identities, _EXCHANGES):
@@ -88,21 +96,22 @@ def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
         is_of_hook = not is_sum_of_layer and not _is_in_keras(calls[:index])
         if file in _COLLECTIVES and is_of_hook:
             raise SetupError(
-                f"{_locate(hooks, calls[:index])}: {name} brings together the rows of one "
-                "micro-batch only, so the loss would depend on accumulate_steps; leave that out."
+                f"{_locate(hooks, calls[:index])}: {name} exchanges only the rows of one "
+                "micro-batch, so the loss would depend on accumulate_steps; leave that "
+                "setting out."
             )
 
 
 def refuse_calls_of_collectives(hooks: Hooks, operations: Iterable[TypedOp], reason: str) -> None:
-    """Refuses exchanges of replicas wherever a hook, or what a hook returned, makes one.
+    """Rejects collectives between replicas in hooks, and in the objects that hooks returned.
 
     Args:
-        hooks: of the run
-        operations: of a graph in which the hooks were traced
-        reason: goes behind the name of the called function
+        hooks: the hooks of the run
+        operations: the ops of a graph in which the hooks were traced
+        reason: the part of the message that follows the name of the called function
 
     Raises:
-        SetupError: something is exchanged; the message has the line of the call.
+        SetupError: a collective is called; the message has the line of the call.
     """
     for op in operations:
         if op.type != "Identity":
@@ -117,12 +126,12 @@ def refuse_calls_of_collectives(hooks: Hooks, operations: Iterable[TypedOp], rea
 def _find_calls(
     hooks: Hooks, operations: Iterable[TypedOp], functions: Collection[str]
 ) -> Iterator[tuple[list[Call], int]]:
-    """Yields the stack of each op that one of some functions created.
+    """Yields the stack of each op that was created by certain functions.
 
-    Calls for metrics are left out, because these train nothing.
+    Calls that update metrics are skipped, because metrics do not affect training.
 
     Args:
-        hooks: of the run
+        hooks: the hooks of the run
         operations: the ops
         functions: the names of the functions
 
@@ -137,30 +146,30 @@ def _find_calls(
 
 
 def _is_for_metrics(hooks: Hooks, calls: list[Call]) -> bool:
-    """Returns whether calls update metrics."""
+    """Returns True if the calls in a call stack are those that update a metric."""
     frames = [(file, line) for file, line, _ in calls]
     return hooks.metric_pre.has_frame(frames) or any(file == _METRICS for file, _ in frames)
 
 
 def _is_in_model(calls: list[Call]) -> bool:
-    """Returns whether calls run the model."""
+    """Returns whether the calls of a stack run the model."""
     return any((file, function) == _MODEL for file, _, function in calls)
 
 
 def _is_in_engine(calls: list[Call]) -> bool:
-    """Returns whether the last of these calls, apart from those of AutoGraph, is in the engine."""
+    """Returns whether the last call, ignoring calls of AutoGraph, is in the engine."""
     files = [file for file, _, _ in calls if "autograph" not in file]
     return files[-1].startswith(ENGINE)
 
 
 def _is_in_keras(calls: list[Call]) -> bool:
-    """Returns whether the last of these calls, apart from those of AutoGraph, is in Keras."""
+    """Returns whether the last call, ignoring calls of AutoGraph, is in Keras."""
     files = [file for file, _, _ in calls if "autograph" not in file]
     return str(Path("keras", "src")) in files[-1]
 
 
 def _find_creator(hooks: Hooks, calls: list[Call]) -> Hook:
-    """Returns the hook that created what these calls run: the model, a metric, an optimizer..."""
+    """Returns the hook that created the model, metric, optimizer or loss that is called."""
     if _is_in_model(calls):
         return hooks.create_model
     if any(file == _METRICS for file, _, _ in calls):
@@ -171,7 +180,7 @@ def _find_creator(hooks: Hooks, calls: list[Call]) -> Hook:
 
 
 def _locate(hooks: Hooks, calls: list[Call]) -> str:
-    """Returns ``create_loss (callbacks.py:31)``: the hook, and the last line of the user's."""
+    """Returns the hook and the last line of user code: ``create_loss (callbacks.py:31)``."""
     frames = [(file, line) for file, line, _ in calls]
     owner = hooks.find_hook(frames)
     if owner is None:

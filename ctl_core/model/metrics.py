@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Metrics: TypeAlias = Mapping[str, keras.Metric]
 
-# The arguments of ``update_state``: a tuple or list of them, or a single one.
+# The arguments of ``update_state``: a tuple or list of arguments, or a single argument.
 UpdateArguments: TypeAlias = Structure
 
 
@@ -29,16 +29,17 @@ def update_metrics(
     returned: UpdateArguments | Mapping[str, UpdateArguments],
     present: tf.Tensor | None,
 ) -> None:
-    """Updates metrics with the values that a hook returned, unless a replica has no rows.
+    """Updates metrics with the values that a hook returned, unless the replica has no rows.
 
     Args:
         metrics: the metrics by name
-        hook: the hook that returned the values, for messages
-        returned: the arguments of ``update_state`` for all metrics, or a dict of them by metric
-        present: whether the replica has rows, a bool scalar; None if that is certain
+        hook: the hook that returned the values, which messages name
+        returned: the arguments of ``update_state`` for all metrics, or a dict of arguments by
+            metric name
+        present: whether the replica has rows, a bool scalar; None if it certainly has rows
 
     Raises:
-        HookFailed: a metric refuses its arguments, or there is no metric of a name.
+        HookFailed: a metric rejects its arguments, or there is no metric with a name in the dict.
     """
     if isinstance(returned, Mapping):
         arguments_by_metric = returned
@@ -46,21 +47,25 @@ def update_metrics(
         arguments_by_metric = dict.fromkeys(metrics, returned)
     for name, arguments in arguments_by_metric.items():
         if name not in metrics:
-            raise HookFailed(f"{hook}: '{name}' is none of the metrics {', '.join(metrics)}.")
+            raise HookFailed(
+                f"{hook}: there is no metric '{name}'; the metrics are {', '.join(metrics)}."
+            )
         if not isinstance(arguments, tuple | list):
             arguments = (arguments,)
         try:
             update_if(present, metrics[name].update_state, *widen(metrics[name], arguments))
         except Exception as error:
             raise HookFailed(
-                f"{hook}: the metric '{name}' refuses what it returned: {format_error(error)}"
+                f"{hook}: the metric '{name}' does not accept the returned arguments: "
+                f"{format_error(error)}"
             ) from error
 
 
 def widen(metric: keras.Metric, arguments: Sequence[Structure]) -> Sequence[Structure]:
-    """Gives vectors [b] of labels and predictions the shape [b, 1], for a metric of Keras.
+    """Reshapes vectors of labels and predictions from [b] to [b, 1] for a Keras metric.
 
-    Keras would treat a vector as one example, whose value is the mean of the vector.
+    Otherwise, Keras would treat a vector as a single example, whose value is the mean of the
+    vector.
     """
     vectors = [value for value in arguments[:2] if tf.is_tensor(value) and value.shape.rank == 1]
     is_of_keras = type(metric).update_state.__module__.startswith("keras.")
@@ -70,7 +75,10 @@ def widen(metric: keras.Metric, arguments: Sequence[Structure]) -> Sequence[Stru
 
 
 def update_if(present: tf.Tensor | None, update: Callable[..., Any], *values: Structure) -> None:
-    """Updates a metric, unless this replica has no rows: a placeholder batch counts nowhere."""
+    """Updates a metric, unless this replica has no rows.
+
+    A replica without rows runs on a placeholder batch, which metrics must not count.
+    """
     if present is None:
         update(*values)
         return
@@ -97,7 +105,8 @@ def update_train_metrics(
         if hook is context.hooks.metric_pre and isinstance(arguments, Mapping):
             arguments = _select_train_metrics(components.train_metrics, hook, arguments)
         update_metrics(components.train_metrics, hook, arguments, present)
-    # While variables are created there are no such means yet: their names are not known.
+    # In the trace that creates the variables, the means of logged values do not exist yet, because
+    # their names are known only after this trace.
     if not isinstance(components, Components):
         return
     logged: dict[str, tf.Tensor] = {}
@@ -112,16 +121,16 @@ def update_train_metrics(
 def _select_train_metrics(
     metrics: Metrics, hook: Hook, arguments: Mapping[str, UpdateArguments]
 ) -> dict[str, UpdateArguments]:
-    """Returns the arguments of the training metrics from what ``metric_pre`` returned for all.
+    """Selects the arguments of the training metrics from those that ``metric_pre`` returned.
 
     Raises:
-        HookFailed: there are none for a training metric.
+        HookFailed: there are no arguments for a training metric.
     """
     for name in metrics:
         if name not in arguments:
             raise HookFailed(
-                f"{hook}: it returns nothing for the metric '{name}' of create_train_metrics; "
-                "add it, or write train_metric_pre."
+                f"{hook}: it returns no arguments for the metric '{name}' of "
+                "create_train_metrics; add them, or write train_metric_pre."
             )
     return {name: arguments[name] for name in metrics}
 
@@ -130,9 +139,10 @@ class Results(NamedTuple):
     """The results of metrics.
 
     Attributes:
-        scalars: numbers by name. A vector of a metric ``f1`` has the names ``f1/0``, ``f1/1`` …, a
-            dict the names of its keys.
-        arrays: results of more dimensions, such as a confusion matrix, by the metric's name
+        scalars: numbers by name. If the result of a metric ``f1`` is a vector, its entries are
+            called ``f1/0``, ``f1/1`` and so on. If the result is a dict, the names end with its
+            keys: ``f1/KEY``.
+        arrays: results with two or more dimensions, such as a confusion matrix, by metric name
     """
 
     scalars: dict[str, float]
@@ -140,7 +150,7 @@ class Results(NamedTuple):
 
 
 def read_results(metrics: Metrics) -> Results:
-    """Returns the results of metrics; in a cluster, every process takes part."""
+    """Returns the results of metrics. In a cluster, every process has to call this function."""
     results = Results({}, {})
     for name, metric in metrics.items():
         _add_result(results, name, metric.result())
@@ -148,7 +158,7 @@ def read_results(metrics: Metrics) -> Results:
 
 
 def _add_result(results: Results, name: str, value: Structure) -> None:
-    """Adds the scalars, or the array, of a metric's result."""
+    """Adds a metric's result to ``results``: a number, the entries of a vector, or an array."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             _add_result(results, f"{name}/{key}", entry)
@@ -164,11 +174,11 @@ def _add_result(results: Results, name: str, value: Structure) -> None:
 
 
 def name_scalars(name: str, value: Structure) -> list[str]:
-    """Returns the names of the scalars of a metric's result, see ``Results``.
+    """Returns the names of the scalars in a metric's result, see ``Results``.
 
     Args:
         name: the name of the metric
-        value: its result, which may be a tensor of a graph; only the shape matters
+        value: the result of the metric; it may be a symbolic tensor, because only its shape is used
     """
     if isinstance(value, Mapping):
         return [

@@ -1,9 +1,10 @@
-"""Checks before training that losses, and weights of batches, are sums over a batch.
+"""Checks before training that losses and batch weights are sums over a batch.
 
-A loss that is one number could be a mean, which would make gradients smaller by the batch size.
-Only its values tell: the gradient of a sum over a batch equals the sum of the gradients of its
-halves; that of a mean is half of it. The ratio is compared, not equality, because noise, label
-smoothing and negatives from within the batch shift it.
+A loss that is a single number could be a mean, which would make gradients too small by a factor of
+the batch size. Only the values of the loss reveal this: the gradient of a sum over a batch equals
+the sum of the gradients of its halves, and the gradient of a mean is half of that sum. The check
+does not require exact equality, because noise, label smoothing and negative examples from within
+the batch change the ratio of the two gradients.
 """
 
 from __future__ import annotations
@@ -27,26 +28,28 @@ from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.run.console import Console
 from ctl_core.types import Batch
 
-# How many batches are tried, and how many rows of each.
+# The number of batches to try, and the maximum number of rows of each batch.
 _BATCHES = 3
 _MAX_ROWS = 64
-# How many rows are weighed one by one.
+# The maximum number of rows that are weighed one by one.
 _MAX_WEIGHED_ROWS = 8
-# How many times a batch is tried if the loss draws random numbers.
+# The number of times that each batch is tried if the loss draws random numbers.
 _DRAWS = 20
-# The ratio of a mean is 0.5; noise and smoothing shift it within these limits.
+# If the loss is a mean, the ratio of the gradients is 0.5; with noise and label smoothing, it lies
+# within these limits.
 _MIN_RATIO_OF_MEAN = 0.45
 _MAX_RATIO_OF_MEAN = 0.55
-# The ratio of a sum is 1. Up to this ratio, a loss is no sum over the examples.
+# If the loss is a sum, the ratio of the gradients is 1. Below this limit, the loss is considered
+# not to be a sum over the examples.
 _MAX_RATIO_OF_WHOLE = 0.85
 
 
 class Comparison(NamedTuple):
-    """The result for a batch, and the sum of the results for its parts; both are squared.
+    """A comparison of the result for a batch with the sum of the results for its parts.
 
     Attributes:
-        together: the result for the batch
-        apart: the sum of the results for its halves, or for its rows
+        together: the squared result for the batch
+        apart: the square of the sum of the results for its halves, or for its rows
     """
 
     together: float | tf.Tensor
@@ -57,8 +60,8 @@ class Comparisons(NamedTuple):
     """The comparisons of a batch with its parts.
 
     Attributes:
-        losses: compares the norm of the gradient by objective
-        weight: compares the result of ``batch_weight``; None without that hook
+        losses: for each objective, the comparison of the gradient norms
+        weight: the comparison of the results of ``batch_weight``; None without that hook
     """
 
     losses: dict[str, Comparison]
@@ -66,11 +69,11 @@ class Comparisons(NamedTuple):
 
 
 class Ratios(NamedTuple):
-    """The ratios of results for batches to those of their parts, one for each batch.
+    """The ratios of the results for batches to the results for their parts, one for each batch.
 
     Attributes:
-        losses: by objective, NaN where there is no gradient
-        weights: of the results of ``batch_weight``
+        losses: the ratios of gradient norms by objective; NaN if there is no gradient
+        weights: the ratios of the results of ``batch_weight``
     """
 
     losses: dict[str, list[float]]
@@ -78,14 +81,15 @@ class Ratios(NamedTuple):
 
 
 def check_losses(state: State, console: Console) -> None:
-    """Compares the losses of some batches with those of their halves, and weights with rows'.
+    """Checks with a few batches that losses and batch weights are sums over the examples.
 
-    Costs nothing if each example has a loss and no hook weighs batches. Otherwise it takes small
-    graphs and another call of ``create_dataset``. A batch that cannot be tried gives no verdict.
-    Nothing is changed.
+    The gradient of each batch is compared with the gradients of its halves, and its weight with the
+    weights of its rows. The check costs nothing if the loss has one number per example and there is
+    no hook ``batch_weight``. Otherwise, it traces small graphs and calls ``create_dataset`` once
+    more. If a batch cannot be computed, nothing is checked. The state of the run does not change.
 
     Raises:
-        SetupError: a loss is a mean, or a weight is no sum.
+        SetupError: a loss is a mean, or a weight is not a sum.
     """
     components = state.components
     has_weight = state.hooks.batch_weight is not None
@@ -94,7 +98,7 @@ def check_losses(state: State, console: Console) -> None:
     try:
         with keep_seeds():
             ratios = _try_batches(state)
-    except Exception:  # half a batch may not work; training reports any real problem
+    except Exception:  # hooks may fail on half a batch; training reports any real problem
         return
     if state.hooks.batch_weight is not None:
         for ratio in ratios.weights:
@@ -104,16 +108,16 @@ def check_losses(state: State, console: Console) -> None:
 
 
 def _check_weight(hook: Hook, ratio: float) -> None:
-    """Refuses a ``batch_weight`` whose results are no sums over the examples."""
+    """Rejects a ``batch_weight`` whose results are not sums over the examples."""
     if ratio < _MAX_RATIO_OF_WHOLE or ratio * _MAX_RATIO_OF_WHOLE > 1:
         raise hook.reject(
-            f"some examples together weigh {ratio:.2f} times what they do one by one; return a "
-            "sum, which may be 0, and no mean or maximum."
+            f"the weight of a batch is {ratio:.2f} times the sum of its examples' weights; "
+            "return a sum, which may be 0, not a mean or a maximum."
         )
 
 
 def _check_loss(state: State, objective: str, ratio: float, console: Console) -> None:
-    """Refuses a loss that is a mean; warns of another one that is no sum over the examples."""
+    """Rejects a loss that is a mean; warns if it is another value that is not a sum."""
     hook = state.hooks.grad_pre
     if objective in state.components.unchanged_losses:
         hook = state.hooks.create_loss
@@ -124,12 +128,13 @@ def _check_loss(state: State, objective: str, ratio: float, console: Console) ->
     if _MIN_RATIO_OF_MEAN <= ratio <= _MAX_RATIO_OF_MEAN:
         raise hook.reject(
             f"{loss} is a mean: {evidence}; return one number per example (Keras: "
-            "reduction='none', of targets [b, 1])."
+            "reduction='none', targets [b, 1])."
         )
     if _MIN_RATIO_OF_MEAN <= ratio <= _MAX_RATIO_OF_WHOLE:
         console.warn(
-            f"{hook}: {loss} is of a batch as a whole: {evidence}. It depends on devices, unless "
-            "these exchange what it is made of, by ctl_core.all_gather or all_reduce."
+            f"{hook}: {loss} depends on the whole batch: {evidence}. It therefore depends on "
+            "the number of devices, unless they exchange the values that it is computed from, "
+            "with ctl_core.all_gather or all_reduce."
         )
 
 
@@ -168,7 +173,11 @@ def _try_batches(state: State) -> Ratios:
 
 
 def _divide(comparisons: list[Comparison]) -> float:
-    """Returns the ratio of the result for a batch to that of its parts, over all draws."""
+    """Returns the ratio of the result for a batch to the result for its parts.
+
+    The squares are summed over all draws before the division. Returns NaN if the result for the
+    parts is 0.
+    """
     together, apart = np.sum(comparisons, axis=0)
     if apart == 0:
         return np.nan
@@ -176,12 +185,12 @@ def _divide(comparisons: list[Comparison]) -> float:
 
 
 def compare_with_parts(context: StepContext, batch: Batch, half: int) -> Comparisons:
-    """Compares the first rows of a batch with their halves, in a graph.
+    """Compares the first rows of a batch with parts of these rows; runs in a graph.
 
     Args:
-        context: of a step, without a turn
+        context: the context of a step, without a turn
         batch: the batch
-        half: how many rows a half has
+        half: the number of rows in each half
     """
     losses: dict[str, Comparison] = {}
     weight = None
@@ -200,7 +209,7 @@ def compare_with_parts(context: StepContext, batch: Batch, half: int) -> Compari
 
 
 def _add(total: Comparison | None, comparison: Comparison) -> Comparison:
-    """Adds the comparison of a turn to those of the turns before, if there are any."""
+    """Adds the comparison of a turn to the total of the previous turns, if there are any."""
     if total is None:
         return comparison
     return Comparison(total.together + comparison.together, total.apart + comparison.apart)
@@ -212,7 +221,10 @@ def _take(batch: Batch, first: int, rows: int) -> Batch:
 
 
 def _measure_gradients(context: StepContext, batches: list[Batch]) -> dict[str, tf.Tensor]:
-    """Returns by objective the squared norm of the gradient of the sum of the batches' losses."""
+    """Returns, by objective, the squared norm of the gradient of the loss.
+
+    The loss is summed over the batches.
+    """
     scalar_losses = context.components.scalar_losses
     with tf.GradientTape(persistent=True) as tape:
         tried = [compute_objectives(context, batch, 1, 0).objectives for batch in batches]
@@ -228,14 +240,14 @@ def _measure_gradients(context: StepContext, batches: list[Batch]) -> dict[str, 
 
 
 def _compare_weight(context: StepContext, batch: Batch, rows: int) -> Comparison:
-    """Compares the weight of some rows of a batch with the sum of their weights."""
+    """Compares the weight of the first rows of a batch with the sum of each row's weight."""
     together = _weigh(context, _take(batch, 0, rows))
     one_by_one = [_weigh(context, _take(batch, row, 1)) for row in range(rows)]
     return Comparison(together**2, tf.add_n(one_by_one) ** 2)
 
 
 def _weigh(context: StepContext, batch: Batch) -> tf.Tensor:
-    """Returns the weight of a batch; runs the model only if ``batch_weight`` takes its output."""
+    """Returns the weight of a batch; runs the model only if ``batch_weight`` uses its output."""
     hook = context.hooks.batch_weight
     output = None
     if hook is not None and "output" in hook.arguments:
@@ -244,6 +256,6 @@ def _weigh(context: StepContext, batch: Batch) -> tf.Tensor:
 
 
 def has_random_ops(operations: Iterable[tf.Operation]) -> bool:
-    """Returns whether any op of some graphs draws random numbers."""
+    """Returns whether any of the ops draws random numbers."""
     kinds = ("Random", "TruncatedNormal", "Multinomial")
     return any(kind in op.type for op in operations for kind in kinds)

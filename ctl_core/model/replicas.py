@@ -31,7 +31,8 @@ class Replicas:
             ):
                 return function(*values)
 
-        # The name of a summary begins with the name scope, so it would contain that of a loop.
+        # Names of summaries begin with the name scope, so they would contain the name scope of a
+        # loop.
         with tf.name_scope(""):
             return self._strategy.run(run_on_replica, values)
 

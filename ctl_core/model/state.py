@@ -29,16 +29,16 @@ from ctl_core.types import UserObject
 
 @dataclasses.dataclass
 class Progress:
-    """The progress of a run, which a record saves next to the position in the data.
+    """The progress of a run, which is saved in the record of each checkpoint.
 
     Attributes:
-        examples: training examples used so far, over all processes
+        examples: the number of training examples used so far, over all processes
         evaluated: the step of the last evaluation, or -1
         metrics: the values of the last evaluation by name
         ended: the last step that was planned when the run was ended early, or None
-        noted: in which steps the loss was not finite
+        noted: a summary of the steps whose loss was not finite
         best: the best values so far, by criterion, see ``Criterion.judge``
-        hook_state: the dict that host hooks take as ``state``
+        hook_state: the dict that is passed to host hooks as ``state``
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -53,23 +53,24 @@ class Progress:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
-        """Returns the progress that a record has.
+        """Returns the progress that is saved in a record.
 
         Raises:
-            ValueError: a field is unknown, or of another type.
+            ValueError: a field is unknown, or has the wrong type.
         """
         return TypeAdapter(Progress).validate_json(json.dumps(fields), strict=True)
 
 
 def check_hook_state(values: dict[str, Any], where: str) -> None:
-    """Refuses a ``state`` that a record would not restore as it is.
+    """Raises an error if a checkpoint could not restore ``state`` exactly.
 
     Args:
-        values: the ``state``, which a hook has just had
-        where: the hook, for a message
+        values: the dict ``state``, after a hook has used it
+        where: the hook, which the message names
 
     Raises:
-        RunError: a value is not a number, a text, a list or a dict with texts as keys, as in JSON.
+        RunError: a value does not exist in JSON: it is not a number, a string, a list or a dict
+            with strings as keys.
     """
     try:
         restored = json.loads(json.dumps(values))
@@ -78,8 +79,9 @@ def check_hook_state(values: dict[str, Any], where: str) -> None:
         is_same = False
     if not is_same:
         raise RunError(
-            f"{where}: state holds {quote(values, 120)}, which no checkpoint brings back as it is; "
-            "use numbers, texts, lists and dicts: float(x), array.tolist()."
+            f"{where}: state contains {quote(values, 120)}, which a checkpoint cannot restore "
+            "unchanged; use numbers, strings, lists and dicts, such as float(x) or "
+            "array.tolist()."
         )
 
 
@@ -101,7 +103,7 @@ class Clock:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves out of ``measure_training`` the time that is spent inside the context."""
+        """Excludes the time spent inside the context from ``measure_training``."""
         start = time.monotonic()
         yield
         self._paused += time.monotonic() - start
@@ -109,27 +111,27 @@ class Clock:
 
 @dataclasses.dataclass(repr=False)
 class State:
-    """The trained state, which ``ctl_core.train`` returns.
+    """The state of a run, which ``ctl_core.train`` returns.
 
     Attributes:
         config: the settings of the run
         run_dir: the run folder
         components: the components of a step
-        learning_rate: the rate that ``create_opt`` was passed
+        learning_rate: the rate that is passed to ``create_opt``
         average: the moving average of the weights, or None
         recording: the variables, layers and generators of the run
         data: the training data
         evaluation: the evaluation datasets and their metrics, or None
         cluster: the processes that train
         ckpt: the checkpoint that ``create_ckpt`` returned
-        manager: its manager, which ``create_ckpt`` returned, too
-        computed_in: the dtypes lower than float32 in which layers compute
-        compilation: whether steps are compiled; decided before the first one is taken
-        progress: how far the run has come
+        manager: the checkpoint manager that ``create_ckpt`` returned
+        computed_in: the dtypes out of float16 and bfloat16 in which layers compute
+        compilation: the decision whether steps are compiled, which is made before the first step
+        progress: the progress of the run
         stopped_by: the number of the signal that ended training early, or None
-        has_finite_weights: whether the weights were finite when they were last looked at, which is
-            done before each checkpoint
-        clock: measures the time of training
+        has_finite_weights: whether the weights were finite when they were last checked; they are
+            checked before each checkpoint
+        clock: the clock that measures the training time
     """
 
     config: Config
@@ -151,13 +153,13 @@ class State:
     clock: Clock = dataclasses.field(default_factory=Clock)
 
     def __repr__(self) -> str:
-        """Returns one line, which a notebook shows if a cell ends with the state."""
+        """Returns one line, which a notebook shows if the state is the last value of a cell."""
         values = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
         return f"State(run_dir={str(self.run_dir)!r}, step={self.step}, metrics=({values}))"
 
     @property
     def step(self) -> int:
-        """The number of steps that were taken."""
+        """The number of steps taken so far."""
         return int(self.components.step_variable.numpy())
 
     @property
@@ -187,7 +189,7 @@ class State:
 
     @property
     def lr(self) -> Rate:
-        """The learning rate that hooks are passed."""
+        """The learning rate that is passed to hooks."""
         return self.components.lr
 
     @property
@@ -197,24 +199,30 @@ class State:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: step, split and values by name, from the first on."""
+        """The lines of metrics.jsonl, in the order in which they were written.
+
+        Each line has the step, the split and the values by name.
+        """
         return read_metrics(self.run_dir / FILE)
 
     @property
     def hook_state(self) -> dict[str, Any]:
-        """The dict that host hooks take as ``state``."""
+        """The dict that is passed to host hooks as ``state``."""
         return self.progress.hook_state
 
     @property
     def ended(self) -> bool:
-        """Whether a hook (by StopTraining) or ``early_stop`` has ended training, now or earlier."""
+        """True if a hook ended training early by raising StopTraining, or if ``early_stop`` did.
+
+        This may have happened before the run was resumed.
+        """
         return self.progress.ended is not None
 
     @property
     def diverged(self) -> bool:
-        """Whether the weights, or the loss of the last step, are not finite.
+        """True if the weights, or the loss of the last step, are not finite.
 
-        With ``on_nan`` ignore it is False.
+        Always False if ``on_nan`` is ignore.
         """
         if not self.has_finite_weights:
             return True

@@ -17,20 +17,21 @@ from ctl_core.run.console import warn
 from ctl_core.run.settings import Config
 from ctl_core.types import Count, Optimizer
 
-# What a rate is combined with or assigned.
+# A value that can be combined with a rate, or assigned to it.
 Operand: TypeAlias = "Rate | tf.Tensor | float"
-# Two curves that differ by less than this fraction of the full rate are the same.
+# Two curves are considered equal if they differ by at most this fraction of the full rate.
 _ROUNDING = 1e-5
 
 
 class Rate(keras.optimizers.schedules.LearningRateSchedule):
-    """A float32 scalar that works as a tensor, in comparisons and arithmetic, and as a number.
+    """A float32 scalar that works as a tensor and as a number, in arithmetic and in comparisons.
 
     A Keras optimizer does not accept a tf.Variable as its learning rate, but it accepts a schedule,
-    and this is one. A rate computed from this one and numbers, such as ``lr * 0.1``, follows it.
+    so this class is a schedule. A rate that is computed from another rate and numbers, such as ``lr
+    * 0.1``, changes with the other rate.
     """
 
-    __array_priority__ = 100  # NumPy's numbers leave arithmetic with a rate to the rate
+    __array_priority__ = 100  # makes NumPy use the operators of this class
     dtype = tf.float32
 
     def __init__(self, compute: Callable[[], tf.Tensor]) -> None:
@@ -71,11 +72,12 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def _define_operator(name: str, follows: bool) -> Callable[..., Rate | tf.Tensor]:
-    """Returns an operator of tensors for rates.
+    """Returns an operator for rates that works like the operator of tensors with the same name.
 
     Args:
-        name: of the method of tf.Tensor
-        follows: whether the result is a rate if the other operand is a rate or a number
+        name: the name of the method of tf.Tensor
+        follows: whether the result is a rate if the other operand is a rate or a number; otherwise,
+            the result is always a tensor
     """
 
     def operate(self: Rate, *operands: Operand) -> Rate | tf.Tensor:
@@ -102,12 +104,12 @@ for _name in _COMPARISONS:
 
 
 class LearningRate(Rate, tf.Module):
-    """The rate that ``create_opt`` is passed: hooks assign it, and checkpoints hold it.
+    """The rate that is passed to ``create_opt``; hooks may assign it, and checkpoints save it.
 
     Attributes:
-        variable: holds the rate, a float32 scalar
-        schedule: assigns ``variable`` at each step, or None
-        is_used: whether ``create_opt`` or a hook of the graph takes it
+        variable: the variable that contains the rate, a float32 scalar
+        schedule: the schedule that assigns ``variable`` at each step, or None
+        is_used: whether ``create_opt`` or a hook of the graph names the argument ``lr``
     """
 
     def __init__(self, value: float) -> None:
@@ -121,23 +123,24 @@ class LearningRate(Rate, tf.Module):
         return tf.convert_to_tensor(self.variable)
 
     def assign(self, value: Operand) -> None:
-        """Sets the value, and ends a schedule; the next step uses the new value."""
+        """Sets the value, which the next step uses, and ends the schedule, if there is one."""
         if self.schedule is not None:
-            warn("a hook assigns lr, which ends lr_schedule and warmup.")
+            warn("a hook assigned lr, so lr_schedule and warmup no longer apply.")
             self.schedule.active.assign(False)
         self.variable.assign(value)
 
 
 def make_rate_for_hooks(lr: LearningRate, optimizers: Mapping[str, Optimizer]) -> Rate:
-    """Returns the ``lr`` that hooks are passed: the rate of the first optimizer's next update.
+    """Returns the ``lr`` that is passed to hooks: the rate of the first optimizer's next update.
 
-    That is ``lr`` itself, unless no optimizer uses it and the first one has its own schedule.
+    This is the argument ``lr``, unless no optimizer uses it and the first optimizer has its own
+    schedule.
     """
     rates = [read_rate(optimizer) for optimizer in optimizers.values()]
     schedule = keras.optimizers.schedules.LearningRateSchedule
     if any(isinstance(rate, Rate) for rate in rates) or not isinstance(rates[0], schedule):
         return lr
-    first: Any = next(iter(optimizers.values()))  # of Keras, since it has such a schedule
+    first: Any = next(iter(optimizers.values()))  # a Keras optimizer, because it has a schedule
     return Rate(lambda: first.learning_rate)
 
 
@@ -145,8 +148,8 @@ class RateSchedule:
     """The schedule of the settings ``lr_schedule`` and ``warmup``: a warm-up, then a curve.
 
     Attributes:
-        active: False once a hook has assigned ``lr``
-        last: the last step, where the curve ends; it has to be set before steps are traced
+        active: a bool variable, which becomes False when a hook assigns ``lr``
+        last: the last step, at which the curve ends; it has to be set before steps are traced
     """
 
     def __init__(self, config: Config, lr: LearningRate) -> None:
@@ -157,21 +160,26 @@ class RateSchedule:
         lr.schedule = self
 
     def apply(self, step: tf.Tensor) -> None:
-        """Assigns ``lr`` for a step, an int64 scalar from 1 up; in a graph, over all replicas."""
+        """Assigns ``lr`` for a step. Runs in a graph, in a cross-replica context.
+
+        Args:
+            step: the number of the step, an int64 scalar; the first step has the number 1
+        """
         rate = self._config.learning_rate * self._compute_fraction(step)
         self._lr.variable.assign(tf.where(self.active, rate, self._lr.variable))
 
     def describe_jump(self, step: int, learning_rate: float) -> str | None:
-        """Describes the jump of the rate in a resumed run whose curve is no longer what it was.
+        """Describes the jump of the learning rate in a resumed run whose curve has changed.
 
-        The curve depends on the last step, so training a run on beyond its end changes all of it.
+        The whole curve depends on the last step, so it changes if a run is extended beyond its
+        original last step.
 
         Args:
-            step: the last step that was taken; ``lr`` still has its rate
-            learning_rate: the setting of that name at that time
+            step: the last step that was taken; ``lr`` still has the rate of this step
+            learning_rate: the setting ``learning_rate`` with which this step was taken
 
         Returns:
-            A line for the user; None if the curve up to ``step`` is the same.
+            A line for the user; None if the rate of ``step`` is the same on the new curve.
         """
         config = self._config
         rate = float(self._lr)
@@ -182,9 +190,9 @@ class RateSchedule:
         next_rate = config.learning_rate * float(self._compute_fraction(step + 1))
         return (
             f"lr jumps from {rate:.3g} to {next_rate:.3g}: lr_schedule {config.lr_schedule} is "
-            f"computed anew for {self.last} steps. For a curve without a jump, begin a run with "
-            "the final number of steps; to train on at one rate, use --lr-schedule constant and "
-            "--learning-rate."
+            f"computed again, for {self.last} steps. For a curve without a jump, start a run "
+            "with the final number of steps; to continue at a constant rate, use "
+            "--lr-schedule constant and --learning-rate."
         )
 
     def _compute_fraction(self, step: Count) -> tf.Tensor:
@@ -200,7 +208,7 @@ class RateSchedule:
 
 
 def _compute_factor(schedule: str, progress: tf.Tensor) -> tf.Tensor:
-    """Returns the fraction of the full rate at a progress from 0 to 1."""
+    """Returns the fraction of the full rate, given the progress of the schedule from 0 to 1."""
     if schedule == "linear":
         return 1.0 - progress
     if schedule == "cosine":

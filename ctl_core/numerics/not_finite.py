@@ -1,6 +1,6 @@
-"""Losses and gradients that are NaN or infinite: noted in the graph, summarized outside of it.
+"""Detects NaN and infinite values in losses and gradients, and summarizes them over the steps.
 
-In float16, updates with such gradients are skipped, and the loss is scaled so that they are rare.
+In float16, an update with such gradients is skipped. The loss is scaled so that this is rare.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import tensorflow as tf
 from ctl_core.numerics.variables import create_scalar
 from ctl_core.types import Gradient
 
-# The first step that was not finite, if there is none yet.
+# The value of ``NonFinite.first`` as long as the loss of every step was finite.
 NEVER = 2**62
-# The loss scale: its first value, and its bounds. (An infinite scale could not be halved.)
+# The initial value of the loss scale, and its bounds. The upper bound keeps the scale finite,
+# because an infinite scale could not be halved.
 INITIAL_SCALE = 2.0**15
 MIN_SCALE = 1.0
 MAX_SCALE = 2.0**64
-# The scale doubles after so many finite updates in a row.
+# The number of consecutive finite updates after which the loss scale doubles.
 PATIENCE = 2000
 
 
 class FiniteFlags(NamedTuple):
-    """Two bool scalars that the graph notes for an update, or for a step.
+    """Two bool scalars that the graph computes for an update, or for a step.
 
     Attributes:
         loss_is_finite: whether every loss is finite
-        gradients_are_numbers: whether no gradient that ``update_pre`` was passed had NaN
+        gradients_are_numbers: whether no gradient that was passed to ``update_pre`` contained NaN
     """
 
     loss_is_finite: tf.Tensor
@@ -38,10 +39,11 @@ class FiniteFlags(NamedTuple):
 
 
 def combine_flags(flags: Sequence[FiniteFlags]) -> tf.Tensor:
-    """Combines the flags of all replicas and updates of a step.
+    """Combines the flags of a step over all its replicas and all its updates.
 
     Returns:
-        A bool tensor of shape [2]: the fields of ``FiniteFlags``, each True if it is True in all.
+        A bool tensor of shape [2] with the fields of ``FiniteFlags``. Each field is True if it is
+        True in all flags.
     """
     stacked = [tf.stack(update_flags) for update_flags in flags]
     if len(stacked) == 1:
@@ -50,17 +52,21 @@ def combine_flags(flags: Sequence[FiniteFlags]) -> tf.Tensor:
 
 
 def are_losses_finite(losses: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    """Returns whether all losses of a replica, scalars by objective, are finite: a bool scalar."""
+    """Returns whether all losses of a replica are finite, as a bool scalar.
+
+    Args:
+        losses: scalars by objective
+    """
     total = tf.add_n([tf.cast(loss, tf.float32) for loss in losses.values()])
     return tf.math.is_finite(total)
 
 
 def are_numbers(gradients: Iterable[Gradient]) -> tf.Tensor:
-    """Returns whether no gradient, dense or sparse, has an entry that is NaN: a bool scalar.
+    """Returns whether no gradient, dense or sparse, contains NaN, as a bool scalar.
 
-    A norm is NaN exactly if an entry is. The global norm costs nothing if ``update_pre`` clips by
-    it, because TensorFlow computes equal ops of a graph only once. Complex gradients are not
-    searched.
+    A norm is NaN if and only if an entry is NaN. If ``update_pre`` clips by the global norm, this
+    function costs nothing, because TensorFlow computes equal ops of a graph only once. Complex
+    gradients are not checked.
     """
     by_dtype: dict[tf.DType, list[Gradient]] = {}
     for gradient in gradients:
@@ -78,9 +84,11 @@ class NonFinite:
 
     Attributes:
         first: the first step whose loss was not finite on some replica, or ``NEVER``
-        latest: the last such step so far, or 0
-        steps: how many such steps there were; in a cluster, on the process with most
-        zeroed: the number of other steps in which ``update_pre`` was passed NaN in a gradient
+        latest: the latest step whose loss was not finite, or 0
+        steps: the number of steps whose loss was not finite; in a cluster, the largest number of
+            all processes
+        zeroed: the number of steps in which the loss was finite, but a gradient that was passed to
+            ``update_pre`` contained NaN
     """
 
     first: int = NEVER
@@ -93,7 +101,7 @@ class NonFinite:
         """Summarizes the flags of consecutive steps.
 
         Args:
-            flags: bool[steps, 2], see ``combine_flags``
+            flags: a bool array of shape [steps, 2], see ``combine_flags``
             last: the number of the last of these steps
         """
         if flags.all():
@@ -107,7 +115,7 @@ class NonFinite:
         return cls(diverged[0], diverged[-1], len(diverged), zeroed)
 
     def merge_later(self, later: NonFinite) -> NonFinite:
-        """Adds what is known of later steps."""
+        """Returns this summary combined with the summary of later steps."""
         return NonFinite(
             min(self.first, later.first),
             max(self.latest, later.latest),
@@ -117,10 +125,10 @@ class NonFinite:
 
 
 class LossScale:
-    """The factor of objectives that keeps float16 gradients from becoming 0.
+    """The factor that multiplies objectives, so that float16 gradients do not become 0.
 
-    It doubles after ``PATIENCE`` finite updates in a row. An update that is not finite is skipped,
-    and halves it. See Micikevicius et al. 2018, Mixed Precision Training.
+    The factor doubles after ``PATIENCE`` consecutive finite updates. An update that is not finite
+    is skipped, and the factor is halved. See Micikevicius et al. 2018, Mixed Precision Training.
 
     Attributes:
         value: the factor, a float32 scalar variable
@@ -145,17 +153,22 @@ class LossScale:
         self._finite.assign(tf.where(is_finite & ~grows, finite_updates, 0))
 
     def describe_trouble(self) -> str | None:
-        """Returns a warning that all updates are skipped, if the scale cannot fall further."""
+        """Returns a warning if the factor has reached its minimum; None otherwise.
+
+        At the minimum, the loss cannot be scaled down further, so updates that are not finite are
+        skipped.
+        """
         if self.value.numpy() > MIN_SCALE:
             return None
         return (
-            "updates are skipped: gradients were not finite in float16, however far the loss was "
-            "scaled down; if the loss is finite with precision float32, take bfloat16."
+            "updates are skipped, because gradients were not finite in float16 even with the "
+            "smallest loss scale; if the loss is finite with --precision float32, use "
+            "bfloat16."
         )
 
 
 def are_finite(gradients: Iterable[Gradient]) -> tf.Tensor:
-    """Returns whether every entry of all gradients is finite, a bool scalar."""
+    """Returns whether every entry of all gradients is finite, as a bool scalar."""
     tensors = tf.nest.flatten(gradients, expand_composites=True)
     floating = [tensor for tensor in tensors if tensor.dtype.is_floating]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in floating])

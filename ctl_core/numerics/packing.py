@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-# The maximum size of a bucket with several tensors. A larger tensor gets its own bucket.
+# The maximum size in bytes of a bucket with several tensors. A larger tensor gets its own bucket.
 BUCKET_BYTES = 4 * 2**20
 
 
@@ -20,7 +20,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         dtype: the dtype of all its tensors
-        indices: the indices of its tensors in the list, in order
+        indices: the indices of its tensors in the list of all tensors, in order
         sizes: the number of elements of each of its tensors
     """
 
@@ -45,7 +45,7 @@ class Packing:
         """Assigns tensors to buckets, in order.
 
         Args:
-            specs: the specifications of the tensors; all shapes are fixed
+            specs: the specifications of the tensors, whose shapes are static
             bucket_bytes: the maximum size in bytes of a bucket with several tensors
         """
         self._shapes = [tuple(spec.shape.as_list()) for spec in specs]
@@ -67,7 +67,7 @@ class Packing:
         ]
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Packs tensors; returns a vector for each bucket."""
+        """Packs tensors into buckets, and returns a vector for each bucket."""
         packed = []
         for bucket in self.buckets:
             vectors = [tf.reshape(tensors[index], [-1]) for index in bucket.indices]
@@ -75,7 +75,7 @@ class Packing:
         return packed
 
     def unpack(self, packed: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Unpacks the result of ``pack``; returns the tensors in their original order."""
+        """Unpacks the result of ``pack``, and returns the tensors in their original order."""
         tensors: dict[int, tf.Tensor] = {}
         for bucket, vector in zip(self.buckets, packed, strict=True):
             pieces = [vector]

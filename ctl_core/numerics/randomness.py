@@ -1,7 +1,7 @@
-"""Random numbers: different ones on each replica, and the ops that draw them.
+"""Gives each replica different random numbers, and finds the ops that draw random numbers.
 
 Keras keeps the state of a SeedGenerator, such as that of a Dropout layer, in a mirrored variable.
-Every replica would draw the same numbers (Keras pull request 20612).
+By default, every replica would therefore draw the same numbers (Keras pull request 20612).
 """
 
 import random
@@ -18,24 +18,26 @@ from ctl_core.compat import draw_from, get_seed_generator, keep_op_seed
 from ctl_core.numerics.variables import unwrap
 from ctl_core.types import Count
 
-# The difference between the seeds of neighboring replicas: a number by which seeds rarely differ.
+# The difference between the seeds of neighboring replicas. Seeds that users choose rarely differ by
+# this number.
 _STRIDE = 1_000_003
-# Distinguishes the seeds of ``derive_generator_states`` from those that hooks compute from a step.
+# Distinguishes the seeds of ``derive_generator_states`` from seeds that hooks compute from a step
+# number.
 _TAG = 0x6C6F676963616C
 
 
 def fold_in_replica_id(
     generators: list[tf.Variable], strategy: tf.distribute.Strategy, task: Task
 ) -> None:
-    """Gives each replica seeds of its own, computed from those of the first replica.
+    """Gives each replica its own seeds, computed from the seeds of the first replica.
 
-    Called once, after the model was created and restored. Until then, all replicas have the seeds
-    of the first one.
+    This function is called once, after the model has been created and restored. Until then, all
+    replicas have the seeds of the first replica.
 
     Args:
         generators: the states of Keras seed generators, int64 vectors [seed, counter]
-        strategy: whose replicas draw
-        task: the process in its cluster
+        strategy: the strategy whose replicas draw random numbers
+        task: the position of this process in the cluster
     """
     for state in generators:
         components = strategy.experimental_local_results(state)
@@ -50,25 +52,27 @@ def derive_generator_states(
 ) -> tf.Tensor:
     """Returns the states of random generators in a step, for each logical replica.
 
-    They are a function of the arguments alone, so they do not depend on the number of devices.
-    Generators with equal initial states get equal states, as generators with equal seeds do.
+    The states depend only on the arguments, and therefore not on the number of devices. Generators
+    with equal initial states get equal states, just as generators with equal seeds draw equal
+    numbers.
 
     Args:
-        initial_states: the state of each generator when the run began, an integer vector
+        initial_states: the state of each generator at the beginning of the run, an integer vector
         purpose: 0 for training, 1 for an evaluation
-        step: the number of the step, or of the step that is evaluated
+        step: the number of the step, or the step at which the evaluation takes place
         turn: the index of the turn, or the number of the batch in an evaluation
         replicas: the number of logical replicas
 
     Returns:
-        int64[replicas + 2, generators, length]: the states for each logical replica, and two more
-        for what all devices do alike. A state that is shorter than the longest one ends with
-        numbers to be left out.
+        An int64 tensor of shape [replicas + 2, generators, length]. The first entries are the
+        states for each logical replica. The last two are the states for work that every device does
+        in the same way, such as the update. If a state is shorter than ``length``, the numbers at
+        its end have to be ignored.
     """
     length = max(len(state) for state in initial_states)
     initial = np.stack([np.resize(state, length).astype("int64") for state in initial_states])
     seed = tf.stack([tf.cast(step, tf.int64), 2 * tf.cast(turn, tf.int64) + purpose])
-    # With a fixed algorithm, a seed has the same numbers on CPUs and GPUs.
+    # With a fixed algorithm, a seed gives the same numbers on CPUs and GPUs.
     numbers = tf.random.stateless_uniform(
         [replicas + 2, 1, length],
         tf.bitwise.bitwise_xor(seed, tf.constant(_TAG, tf.int64)),
@@ -78,12 +82,12 @@ def derive_generator_states(
 
 
 def find_drawing_layers(layers: list[keras.Layer], drawn: Collection[int]) -> list[str]:
-    """Returns the kinds of the layers that draw random numbers in training.
+    """Returns the class names of the layers that draw random numbers in training.
 
     Args:
         layers: the layers of a run
-        drawn: the ids of the variables of generators that the forward pass reads. A layer may have
-            a generator that it does not use, such as a GRUCell without dropout.
+        drawn: the ids of the generator variables that the forward pass reads. A layer may have a
+            generator that it does not use, such as the generator of a GRUCell without dropout.
     """
     kinds = set()
     for layer in layers:
@@ -95,14 +99,14 @@ def find_drawing_layers(layers: list[keras.Layer], drawn: Collection[int]) -> li
 
 
 def find_random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> list[str]:
-    """Returns the types of ops that keep a random state, which no checkpoint can hold.
+    """Returns the types of the ops that keep a random state, which checkpoints cannot save.
 
-    They are recognized by their attribute ``seed``; the ops of ``tf.random.stateless_*`` take a
-    seed as an input instead. Ops that were told not to draw are left out.
+    These ops have an attribute ``seed``, whereas the ops of ``tf.random.stateless_*`` have a seed
+    as an input. Ops that are configured not to draw random numbers are left out.
 
     Args:
-        graph: is searched, with the functions that it calls
-        others: more types of ops to look for
+        graph: the graph to search, including the functions that it calls
+        others: additional types of ops to look for
     """
     definition = graph.as_graph_def()
     nodes = list(definition.node)
@@ -112,15 +116,16 @@ def find_random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> li
 
 
 def _draws(node: Any) -> bool:
-    """Returns whether a NodeDef is an op that draws from a random state of its own."""
+    """Returns whether a NodeDef is an op that draws random numbers from its own state."""
     if "seed" not in node.attr or node.attr["deterministic"].b:
         return False
-    # cuDNN's recurrent layers have a seed, and draw only if they drop something out.
+    # The cuDNN ops of recurrent layers always have a seed, but draw random numbers only for
+    # dropout.
     return "dropout" not in node.attr or node.attr["dropout"].f != 0.0
 
 
 def draws_random_numbers(op: tf.Operation) -> bool:
-    """Returns whether an op draws random numbers, of a state or of a seed that is its input."""
+    """Returns whether an op draws random numbers, from a state or from a seed passed as input."""
     kinds = ("Random", "Truncated", "Multinomial", "RngReadAndSkip", "Stateful")
     return any(kind in op.type for kind in kinds) and not op.type.endswith("PartitionedCall")
 
@@ -128,8 +133,9 @@ def draws_random_numbers(op: tf.Operation) -> bool:
 def is_noise_of_replica(op: tf.Operation) -> bool:
     """Returns whether an op draws random numbers that may differ between replicas.
 
-    Stateless ops draw the same numbers everywhere if nothing in their shape depends on the rows of
-    a replica. Those of Keras are stateless, too: their seeds are variables.
+    Stateless ops draw the same numbers on all replicas, unless their shape depends on the number of
+    rows of a replica. The random ops of Keras are stateless, too: they read their seeds from
+    variables.
     """
     if not draws_random_numbers(op):
         return False
@@ -140,9 +146,9 @@ def is_noise_of_replica(op: tf.Operation) -> bool:
 
 @contextmanager
 def keep_seeds() -> Iterator[None]:
-    """Restores the random states of Python, NumPy, TensorFlow and Keras afterwards.
+    """Restores the random states of Python, NumPy, TensorFlow and Keras when the context ends.
 
-    Code that draws from TensorFlow or Keras inside this context has to set a seed.
+    Inside the context, code that draws random numbers from TensorFlow or Keras has to set a seed.
     """
     python_state = random.getstate()
     numpy_state = np.random.get_state()

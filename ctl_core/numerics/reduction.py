@@ -1,4 +1,4 @@
-"""Sums over replicas, and sums or lists of micro-batches."""
+"""Sums the results of replicas, and combines the results of micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ctl_core.types import (
     VariablesByObjective,
 )
 
-# The fields of a contribution that hooks are passed separately for each replica and micro-batch.
+# The fields of a contribution that are not added up: each replica and each micro-batch has its own
+# value.
 PIECES = ("output", "batch")
 
 
@@ -27,12 +28,13 @@ class Contribution(NamedTuple):
     """The contribution of one replica, or of one of its micro-batches, to an update.
 
     Attributes:
-        loss: the objectives by name, scalars
-        gradients: the gradients by objective; with a loss scale, those of the scaled objectives
-        weight: the weight of the batch divided by the global batch size, a list of one scalar;
+        loss: the values of the objectives by name, scalars
+        gradients: the gradients by objective; with a loss scale, the gradients of the scaled
+            objectives
+        weight: a list with one scalar, the weight of the batch divided by the global batch size;
             empty without ``batch_weight``
-        output: the model's output, a list of one entry; empty if nobody asks for it
-        batch: the batch, likewise
+        output: a list with one entry, the model's output; empty if the output is not needed
+        batch: a list with one entry, the batch; empty if the batch is not needed
     """
 
     loss: dict[str, tf.Tensor]
@@ -43,12 +45,13 @@ class Contribution(NamedTuple):
 
 
 def sum_over_replicas(values: Structure, replicas: int) -> Structure:
-    """Sums a structure of tensors over the replicas, in one all-reduce; in a replica context.
+    """Sums a structure of tensors over the replicas with a single all-reduce.
 
-    The sum of a sparse tensor has the rows of all replicas, see ``merge_rows``.
+    Must be called in a replica context. The sum of sparse tensors contains the rows of all
+    replicas, see ``merge_rows``.
 
     Args:
-        values: the structure; it has no tensors if all variables of a turn are frozen
+        values: the structure; it contains no tensors if all variables of a turn are frozen
         replicas: the number of replicas of all processes
     """
     if replicas == 1 or not tf.nest.flatten(values):
@@ -60,37 +63,43 @@ def sum_over_replicas(values: Structure, replicas: int) -> Structure:
 
 
 def merge_rows(values: Structure, compiled: bool) -> Structure:
-    """Adds up the rows of sparse gradients that belong to the same index; dense ones stay.
+    """Adds up the rows of sparse gradients that have the same index; dense gradients are unchanged.
 
-    Otherwise the norm of a sparse gradient would not be the norm of the gradient, and clipping
-    would depend on how often an index occurs.
+    Without this, the norm of the rows would not be the norm of the gradient, and clipping would
+    depend on how often an index occurs.
 
     Args:
         values: a structure of gradients
-        compiled: whether sizes have to be fixed, as XLA needs them. A sparse sum then ends with
-            rows of 0 for an index beyond the last one, which every use leaves out.
+        compiled: whether sizes have to be static, as XLA requires. The number of rows then stays
+            the same: superfluous rows are 0 and have an index after the last valid one, so that
+            every use of the gradient ignores them.
     """
     return tf.nest.map_structure(partial(_merge_rows, compiled), values)
 
 
 def _fix_shape(value: Gradient) -> Gradient:
-    """Makes a sparse gradient with a varying number of rows dense, as collectives need it."""
+    """Converts a sparse gradient with a varying number of rows to a dense gradient.
+
+    Collectives require static shapes.
+    """
     if isinstance(value, tf.IndexedSlices) and value.values.shape[0] is None:
         return tf.convert_to_tensor(value)
     return value
 
 
 def _merge_rows(compiled: bool, gradient: Gradient) -> Gradient:
-    """Adds up the rows of a sparse gradient that belong to the same index, in their order.
+    """Adds up the rows of a sparse gradient that have the same index, in the order of the rows.
 
-    The order matters: replicas whose sums are rounded in different ways would drift apart.
+    If each replica added them in a different order, the sums would be rounded differently, and the
+    weights of the replicas would drift apart.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     if compiled:
         return _merge_rows_in_place(gradient)
     unique, rows = tf.unique(gradient.indices)
-    if tf.config.list_logical_devices("GPU"):  # there, an unsorted sum takes rows in any order
+    # On GPUs, an unsorted sum adds the rows in an arbitrary order.
+    if tf.config.list_logical_devices("GPU"):
         order = tf.argsort(rows, stable=True)
         ordered = tf.gather(rows, order)
         values = tf.sparse.segment_sum(gradient.values, order, ordered, tf.size(unique))
@@ -100,9 +109,10 @@ def _merge_rows(compiled: bool, gradient: Gradient) -> Gradient:
 
 
 def _merge_rows_in_place(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Adds up the rows of an index in its first row, and gives the other rows an unused index.
+    """Adds up rows with the same index without changing the number of rows.
 
-    XLA's own ``tf.unique`` takes several times as long as a step.
+    The first row with an index gets the sum, and the other rows get an unused index. This is faster
+    than ``tf.unique``, which takes several times as long as a whole step if XLA compiles it.
     """
     indices = gradient.indices
     places = tf.range(tf.size(indices))
@@ -116,16 +126,17 @@ def _merge_rows_in_place(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def encode_for_sum(value: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor of any dtype but string as float32, float64 or int64, without loss.
+    """Converts a tensor to float32, float64 or int64 without loss, so that it can be summed.
 
-    These are the dtypes that every all-reduce can sum. NCCL has no bool, complex numbers or small
-    integers, and TensorFlow sums int32 on the host, and nothing else together with it. The real and
-    the imaginary part of a complex number are in a new last axis.
+    Every all-reduce supports these three dtypes. NCCL does not support bool, complex numbers or
+    small integers. TensorFlow sums int32 on the host, and separately from all other dtypes. The
+    real and imaginary parts of complex numbers are stacked along a new last axis. Strings cannot be
+    converted.
     """
     dtype = value.dtype
     if dtype.is_complex:
         return tf.stack([tf.math.real(value), tf.math.imag(value)], axis=-1)
-    if dtype == tf.uint64:  # its largest numbers do not exist in int64
+    if dtype == tf.uint64:  # its largest numbers do not fit into int64
         return tf.bitcast(value, tf.int64)
     if dtype.is_bool or dtype.is_integer:
         return tf.cast(value, tf.int64)
@@ -135,7 +146,7 @@ def encode_for_sum(value: tf.Tensor) -> tf.Tensor:
 
 
 def decode_sum(encoded: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Returns the tensor of a dtype that ``encode_for_sum`` encoded."""
+    """Converts the result of ``encode_for_sum``, or a sum of such results, back to a dtype."""
     if dtype.is_complex:
         return tf.complex(encoded[..., 0], encoded[..., 1])
     if dtype == tf.uint64:
@@ -144,7 +155,7 @@ def decode_sum(encoded: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def multiply(values: Structure, factor: tf.Tensor) -> Structure:
-    """Multiplies the tensors of a structure, dense or sparse, by a number."""
+    """Multiplies all tensors of a structure, dense or sparse, by the same number."""
     return tf.nest.map_structure(
         lambda value: tf.math.scalar_mul(tf.cast(factor, value.dtype), value), values
     )
@@ -157,24 +168,25 @@ def accumulate(
 ) -> tuple[Contribution, VariablesByObjective]:
     """Adds up the contributions of micro-batches, on each replica's own device.
 
-    A micro-batch starts when the gradients of the one before it exist, so that the activations of
-    only one take memory at a time. (Written one after another, TensorFlow would run them side by
-    side.)
+    A micro-batch starts only after the gradients of the previous micro-batch have been computed, so
+    that the activations of only one micro-batch take up memory at a time. Without the loop,
+    TensorFlow would run the micro-batches in parallel.
 
     Args:
-        run: calls a function on each replica, with that replica's values
-        micro_batches: how many there are, at least 2
-        contribute: returns the contribution of the micro-batch of an index, a scalar int32 tensor,
-            and the variables of its gradients, which are the same for all micro-batches
+        run: a function that calls another function on each replica, with that replica's values
+        micro_batches: the number of micro-batches, at least 2
+        contribute: a function that gets the index of a micro-batch, a scalar int32 tensor. It
+            returns the contribution of the micro-batch, and the variables of its gradients, which
+            are the same for all micro-batches.
 
     Returns:
-        A contribution with a value for each replica: losses, weights and dense gradients are added
-        up, the rows of sparse gradients are concatenated, outputs and batches are lists. And the
-        variables of the gradients.
+        A contribution with a value for each replica, and the variables of the gradients. Losses,
+        weights and dense gradients are added up. The rows of sparse gradients are concatenated.
+        Outputs and batches are lists with an entry for each micro-batch.
     """
     accumulator = MicroBatchAccumulator(micro_batches)
-    # If the first index were a constant, the static shape of its micro-batch would be required of
-    # the others, which may have a row less.
+    # If the first index were a constant, the first micro-batch would have a static shape. The loop
+    # would then require the same shape of all other micro-batches, which may have one row less.
     first, variables = contribute(tf.compat.v1.placeholder_with_default(0, []))
     totals = run(accumulator.begin, first)
 
@@ -195,8 +207,9 @@ def accumulate(
 class MicroBatchAccumulator:
     """Adds up the contributions of one replica's micro-batches.
 
-    The totals are a flat list, as a loop of the graph needs it. For each tensor of a contribution
-    it has the sum so far, or a TensorArray with an entry for each micro-batch.
+    The totals are a flat list, because they are the loop variables of a ``tf.while_loop``. For each
+    tensor of a contribution, the list contains the sum so far, or a TensorArray with an entry for
+    each micro-batch.
     """
 
     def __init__(self, micro_batches: int) -> None:
@@ -216,7 +229,13 @@ class MicroBatchAccumulator:
     def add(
         self, totals: list[tf.Tensor | tf.TensorArray], contribution: Contribution, index: tf.Tensor
     ) -> list[tf.Tensor | tf.TensorArray]:
-        """Returns the totals after the micro-batch of an index, a scalar int32 tensor."""
+        """Returns the totals after one more micro-batch.
+
+        Args:
+            totals: the totals before this micro-batch
+            contribution: the contribution of the micro-batch
+            index: the index of the micro-batch, a scalar int32 tensor
+        """
         updated = []
         for total, tensor in zip(totals, _flatten(contribution), strict=True):
             if isinstance(total, tf.TensorArray):
@@ -226,7 +245,12 @@ class MicroBatchAccumulator:
         return updated
 
     def finish(self, totals: list[Any], first: Contribution) -> Contribution:
-        """Returns the sum of all contributions; ``first``, one of them, tells the structure."""
+        """Returns the sum of all contributions.
+
+        Args:
+            totals: the totals after the last micro-batch
+            first: the contribution of the first micro-batch, which has the structure of the result
+        """
         by_index = [self._read(totals, first, index) for index in range(self._micro_batches)]
         summed = tf.nest.map_structure(_join_sparse, *by_index)
         return summed._replace(
@@ -235,14 +259,18 @@ class MicroBatchAccumulator:
         )
 
     def _read(self, totals: list[Any], first: Contribution, index: int) -> Contribution:
-        """Returns a contribution with the sums, and with the entries of one micro-batch."""
+        """Returns a contribution built from the totals.
+
+        It contains the sums, and the listed tensors of the micro-batch with the given index.
+        """
         tensors = []
         for total, tensor in zip(totals, _flatten(first), strict=True):
             if not isinstance(total, tf.TensorArray):
-                # The result of a loop has no device, and a reduction needs one.
+                # The result of a loop has no device, but a reduction over replicas requires a
+                # device.
                 tensors.append(tf.identity(total))
             elif tf.get_static_value(tensor) is not None:
-                # The shape of a sparse gradient: XLA has to know it.
+                # This is the shape of a sparse gradient, which has to be a constant for XLA.
                 tensors.append(tensor)
             else:
                 tensors.append(tf.ensure_shape(total.read(index), tensor.shape))
@@ -251,7 +279,10 @@ class MicroBatchAccumulator:
         )
 
     def _label_tensors(self, contribution: Contribution) -> Iterator[tuple[tf.Tensor, bool]]:
-        """Yields each tensor, and whether those of micro-batches are listed, not added up."""
+        """Yields each tensor of a contribution, and whether it is listed for each micro-batch.
+
+        If the flag is False, the tensors of all micro-batches are added up.
+        """
         for name, field in contribution._asdict().items():
             for value in tf.nest.flatten(field):
                 is_listed = name in PIECES or isinstance(value, tf.IndexedSlices)
@@ -265,7 +296,7 @@ def _flatten(structure: Structure) -> list[tf.Tensor]:
 
 
 def _join_sparse(*values: Gradient) -> Gradient:
-    """Concatenates the sparse gradients of micro-batches; anything else is a sum already."""
+    """Concatenates the sparse gradients of micro-batches; any other value is already a sum."""
     if isinstance(values[0], tf.IndexedSlices):
         return join(*values)
     return values[0]
@@ -295,7 +326,10 @@ def join(*values: AnyTensor | Gradient) -> AnyTensor | Gradient:
 
 
 def join_for_host(*values: AnyTensor) -> AnyTensor:
-    """Joins eager tensors; dense ones that differ in more than the first axis become ragged."""
+    """Concatenates eager tensors along the first axis.
+
+    Dense tensors become ragged if their sizes differ in any other axis.
+    """
     if not isinstance(values[0], tf.Tensor):
         return join(*values)
     sizes_by_axis = zip(*(tuple(value.shape) for value in values), strict=True)

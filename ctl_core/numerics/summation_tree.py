@@ -1,10 +1,10 @@
 """Adds up the values of logical replicas along a fixed binary tree.
 
 Floating-point addition is not associative, so a sum has the same bits on any number of devices only
-if its additions are always grouped in the same way. Here, they follow one binary tree whose n
-leaves are the logical replicas. The number of leaves in the left subtree is the largest power of
-two below n. Each device computes a contiguous range of leaves and adds up the subtrees inside its
-range. The roots of these subtrees are then added up along the rest of the tree.
+if its additions are always grouped in the same way. Here, the additions follow one binary tree
+whose n leaves are the logical replicas. The number of leaves in the left subtree is the largest
+power of two below n. Each device computes a contiguous range of leaves and adds up the subtrees
+inside its range. The roots of these subtrees are then added up along the rest of the tree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Subtree(NamedTuple):
         return self.start + self.size
 
     def split(self) -> tuple[Subtree, Subtree]:
-        """Returns the left and the right child of a subtree of at least two leaves."""
+        """Returns the left and right children of this subtree of two or more leaves."""
         left_size = 1 << ((self.size - 1).bit_length() - 1)
         return (
             Subtree(self.start, left_size),
@@ -78,8 +78,9 @@ def add_up(root: Subtree, find: Callable[[Subtree], T | None], add: Callable[[T,
 
     Args:
         root: the subtree
-        find: returns the sum of a subtree if it is known; None if its children are to be added
-        add: adds two values
+        find: a function that returns the sum of a subtree if it is already known, and None if the
+            sums of its children have to be added
+        add: a function that adds two values
     """
     known = find(root)
     if known is not None:

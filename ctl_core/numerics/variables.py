@@ -1,7 +1,7 @@
-"""The variables of models, whether a model is a Keras layer, a module, a function or an object.
+"""Finds the variables of models: of Keras layers, modules, functions and other objects.
 
-Those of Keras are float32 in every precision, as are losses, gradients and updates, unless a layer
-asks for another dtype.
+Keras variables are float32 with every setting of ``precision``, unless a layer requests another
+dtype. So are losses, gradients and updates.
 """
 
 import collections
@@ -16,19 +16,19 @@ from ctl_core.types import Structure, UserObject, Variable
 
 
 def unwrap(variable: Any) -> Any:
-    """Returns the tf.Variable of a Keras variable; anything else as it is."""
+    """Returns the tf.Variable of a Keras variable, and any other value unchanged."""
     if isinstance(variable, keras.Variable):
         return variable.value
     return variable
 
 
 def name_variable(variable: Variable) -> str:
-    """Returns ``dense/kernel`` for a Keras variable, the plain name for a tf.Variable."""
+    """Returns the path of a Keras variable, ``dense/kernel``, or the name of a tf.Variable."""
     return getattr(variable, "path", None) or variable.name.split(":")[0]
 
 
 def create_scalar(value: float, dtype: tf.DType, name: str) -> tf.Variable:
-    """Creates a variable that is not trained, and is the same on all replicas."""
+    """Creates a variable that is not trained and has the same value on all replicas."""
     return tf.Variable(
         value,
         dtype=dtype,
@@ -39,19 +39,20 @@ def create_scalar(value: float, dtype: tf.DType, name: str) -> tf.Variable:
 
 
 def is_summed(variable: Variable) -> bool:
-    """Returns whether each replica has its own value of a variable, as of those of metrics."""
+    """Returns whether a variable has a separate value on each replica, as metric variables do."""
     return (
         isinstance(variable, tf.distribute.DistributedValues)
         and getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ
     )
 
 
-@tf.autograph.experimental.do_not_convert  # which would take a third of a second
+# AutoGraph would take a third of a second to convert this function.
+@tf.autograph.experimental.do_not_convert
 def trainable_variables(model: UserObject) -> list[Variable]:
-    """Returns the variables of a model that are trained; those of frozen layers are left out.
+    """Returns the trainable variables of a model, without those of frozen layers.
 
-    If the model is an object or a function, these are the variables of the Keras layers that it
-    holds, and the tf.Variables that it holds.
+    If the model is an object or a function, the result includes the variables of all Keras layers
+    that it refers to, and all tf.Variables that it refers to.
     """
     variables: dict[int, Variable] = {}
     for item in walk(model):
@@ -63,16 +64,16 @@ def trainable_variables(model: UserObject) -> list[Variable]:
 
 
 def make_trackable(value: UserObject) -> UserObject:
-    """Returns a value that a ``tf.train.Checkpoint`` can hold.
+    """Returns an object that a ``tf.train.Checkpoint`` can save.
 
-    That is the value itself if possible. For a function or a plain object, it is a module with the
-    layers and variables in it.
+    This is the value itself if possible. For a function or a plain object, it is a module that
+    contains the layers and variables of the value.
     """
     try:
         tf.train.Checkpoint(value=value)
     except ValueError:
         holder = tf.Module()
-        holder.parts = list(walk(value))  # saved checkpoints have this name
+        holder.parts = list(walk(value))  # existing checkpoints use this name
         return holder
     return value
 
@@ -88,7 +89,7 @@ def regularization(model: UserObject) -> tf.Tensor | int:
 
 
 def cast_to_float32(structure: Structure) -> Structure:
-    """Casts the float16 and bfloat16 tensors of a structure, ragged ones too, to float32."""
+    """Casts float16 and bfloat16 tensors of a structure, including ragged ones, to float32."""
     return tf.nest.map_structure(_cast_entry_to_float32, structure)
 
 
@@ -101,9 +102,9 @@ def _cast_entry_to_float32(entry: UserObject) -> UserObject:
 def walk(model: UserObject) -> Iterator[keras.Layer | tf.Variable]:
     """Yields the outermost Keras layers and the tf.Variables in a model.
 
-    Looks into containers, the closures of functions, the objects of methods, and attributes.
+    The search covers containers, the closures of functions, the objects of methods, and attributes.
     """
-    seen: dict[int, UserObject] = {}  # keeps the objects, so that no other object gets the same id
+    seen: dict[int, UserObject] = {}  # keeps all objects alive, so that their ids stay unique
     waiting = collections.deque([model])
     while waiting:
         item = waiting.popleft()

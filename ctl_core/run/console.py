@@ -1,8 +1,9 @@
 """The console output of a run: a live line on a terminal, plain lines elsewhere.
 
-The engine updates the live line after each graph call, no matter which hooks exist. Every message
-is also written to train.log through the standard logging module, and so is the progress line every
-ten seconds. Values are passed to the listeners of the run, see run/listeners.py.
+The engine updates the live line after each graph call, even if no hook reports anything. Every
+message is also written to train.log through the standard logging module. The progress line is
+written there every ten seconds. Values are passed to the listeners of the run, see
+run/listeners.py.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from rich.progress import Progress
 
 from ctl_core.run.progress import MOST_VALUES, LineColumn, ProgressLine, SpeedMeter, format_seconds
 
-# A number of Python, NumPy or TensorFlow, as hooks pass it.
+# A number that a hook passes: a Python number, or a scalar of NumPy or TensorFlow.
 Scalar: TypeAlias = Any
 
 LOG = logging.getLogger("ctl_core")
 LOG.addHandler(logging.NullHandler())  # without a run, messages go to the console only
 
-# The seconds between two progress lines in a log; see the setting ``log_seconds``.
+# The number of seconds between two progress lines in a log; see the setting ``log_seconds``.
 LOG_SECONDS = 10.0
-# The minimum of seconds between two lines of ``show_step``, and before an optional line.
+# The minimum number of seconds between the last line and a line of ``show_step``, or the line that
+# reports a checkpoint.
 STEP_SECONDS = 1.0
-# The minimum of training seconds over which the speed on the live line is measured.
+# The minimum number of training seconds over which the speed on the live line is measured.
 SPEED_SECONDS = 1.0
 
 
@@ -85,7 +87,7 @@ class Console:
             self._print(f"warning: {text}")
 
     def create_sibling(self) -> Console:
-        """Returns a console without listeners that prints where this one prints."""
+        """Returns a console without listeners that prints to the same terminal as this one."""
         return Console(self._terminal, self._shown)
 
     def start(
@@ -100,10 +102,11 @@ class Console:
 
         Args:
             step: the step at which training begins
-            total: its last step
+            total: the last step of training
             clock: returns the seconds of training, without evaluations and checkpoints
             steps_per_epoch: the number of steps of an epoch; None if the line shows no epoch
-            log_seconds: the seconds between two lines in a log, or if there is no terminal
+            log_seconds: the number of seconds between two lines in the log; without a terminal,
+                also between two lines in the output
         """
         self._start = self._step = step
         self._total = total
@@ -120,14 +123,14 @@ class Console:
             self._progress.start()
 
     def advance(self, step: int, is_warm: bool = True) -> None:
-        """Records that a graph call has ended with this step; the engine does so after each call.
+        """Records the last step of a graph call; the engine calls this after every graph call.
 
         The live line refreshes itself. In the log, and without a terminal, a line is written every
         ``log_seconds``.
 
         Args:
             step: the last step of the call
-            is_warm: whether the speed includes this call; it excludes the first call of a graph
+            is_warm: whether the speed includes this call; False for the first call of a graph
         """
         self._step = step
         if self._meter is None:
@@ -137,11 +140,11 @@ class Console:
             self._put_line()
 
     def note_saved(self, step: int) -> None:
-        """Adds a line for a checkpoint, unless the last line is recent or of the same step."""
+        """Adds a line for a checkpoint, unless the last line is recent or shows the same step."""
         self._put_new_line(step, "saved")
 
     def stop(self) -> None:
-        """Ends the progress line; without a terminal, prints the last one."""
+        """Ends the progress line; without a terminal, prints a last line."""
         has_trained = self._meter is not None and self._step > self._start
         # A terminal shows the line anyway, so it is only added to the log.
         if has_trained and (self._progress is not None or self._printed_step != self._step):
@@ -153,7 +156,10 @@ class Console:
 
     @contextlib.contextmanager
     def defer(self, is_deferred: bool = True) -> Iterator[None]:
-        """Marks that hooks run; in deferred hooks, ``show_step`` does nothing during training."""
+        """Marks that hooks run within the context.
+
+        If the hooks are deferred, ``show_step`` prints nothing while a run trains.
+        """
         self._is_deferred = is_deferred
         try:
             yield
@@ -184,8 +190,8 @@ class Console:
             step: the number of the step
             split: ``train``, ``eval`` or ``watch``; TensorBoard's run has the same name
             values: the values by name; the values of a dict are shown as ``name/key``
-            prefix: a text to show before each name
-            remark: a text to show after the values
+            prefix: a string to show before each name
+            remark: a string to show after the values
             shown: whether the console shows the values
         """
         step = operator.index(step)
@@ -202,7 +208,7 @@ class Console:
         self._step = step
         if split == "train" and self._meter is not None:
             for key, number in shown_values.items():
-                self._values.pop(key, None)  # the latest value becomes the last one
+                self._values.pop(key, None)  # moves the name to the end of the dict
                 self._values[key] = number
             return
         total = f"/{self._total}" if self._meter is not None else ""
@@ -214,7 +220,7 @@ class Console:
         self.say(line)
 
     def _make_line(self) -> ProgressLine:
-        """Returns the progress line as it is now."""
+        """Returns the current progress line."""
         line = ProgressLine(f"step {self._step}", values=format_values(self._choose_values()))
         if self._meter is None:
             return line
@@ -244,7 +250,7 @@ class Console:
         return {name: self._values[name] for name in names}
 
     def _put_new_line(self, step: int, remark: str = "") -> None:
-        """Prints the progress line, unless the last line is recent or of the same step."""
+        """Prints the progress line, unless the last line is recent or shows the same step."""
         self._step = step
         is_recent = time.monotonic() - self._printed_at < STEP_SECONDS
         if step != self._printed_step and not is_recent:
@@ -269,7 +275,7 @@ class Console:
         if self._shown and self._terminal.is_terminal:
             self._terminal.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
         elif self._shown:
-            # In a single call, because another thread may print at the same time.
+            # The newline is part of the text, because another thread may print between two writes.
             print(f"{text}\n", end="", file=self._terminal.file, flush=True)
 
 
@@ -286,12 +292,12 @@ def _flatten(values: Mapping[str, Scalar | dict[str, Scalar]]) -> dict[str, floa
 
 
 def _make_float(scalar: Scalar) -> float:
-    """Returns a number of Python, NumPy or TensorFlow as a float."""
+    """Converts a Python number, or a scalar of NumPy or TensorFlow, to a float."""
     return float(np.asarray(scalar).item())
 
 
 def format_values(values: Mapping[str, Any]) -> str:
-    """Returns values as text, such as ``loss 0.2247  accuracy 0.9499``."""
+    """Returns values as a string such as ``loss 0.2247  accuracy 0.9499``."""
     return "  ".join(f"{name} {value:.4g}".replace("nan", "NaN") for name, value in values.items())
 
 
@@ -346,10 +352,10 @@ def activate(console: Console | None) -> Console | None:
 
 
 def create_console() -> Console:
-    """Returns a console for a run that is only read.
+    """Returns a console for a run that is loaded but not trained.
 
-    Within a hook of another run, it prints like the console of that run: above the progress line,
-    and in a cluster on the chief only.
+    If a hook of another run loads the run, the new console prints in the same place as the console
+    of the other run: above the progress line and, in a cluster, only on the chief.
     """
     if _active is None:
         return Console()
@@ -357,13 +363,13 @@ def create_console() -> Console:
 
 
 def report(step: int, *, console: bool = True, **values: Scalar | dict[str, Scalar]) -> None:
-    """For hooks: shows values, and writes them to TensorBoard and metrics.jsonl.
+    """Prints values, and writes them to TensorBoard and metrics.jsonl; call it in host hooks.
 
     While a run trains, its progress line shows the loss and the latest four other values.
 
     Args:
         step: the step that the values belong to
-        console: whether the console shows the values; pass False for many values
+        console: whether to print the values; pass False if there are many
         **values: scalars by name, or dicts of scalars
 
     Raises:
@@ -380,5 +386,8 @@ def warn(text: str) -> None:
 
 
 def show_step(step: int) -> None:
-    """For hooks: prints the step, at most once a second, unless the progress line shows it."""
+    """Prints the step, at most once a second; call it in host hooks.
+
+    If the console has a progress line, which shows the step anyway, nothing is printed.
+    """
     (_active or Console()).step(step)

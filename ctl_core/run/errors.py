@@ -1,7 +1,7 @@
 """The engine's exceptions with their exit codes, and functions that format their messages.
 
-Every exception that the engine raises on purpose is one of these. Its message is one line with
-the place, the problem, the expected value and the cure. ``__main__`` prints the line; the traceback
+The engine raises only these exceptions on purpose. The message of each is a single line with the
+place, the problem, the expected value and the remedy. ``__main__`` prints the line; the traceback
 is written to train.log.
 """
 
@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 # Terminal escape sequences such as colors, which Keras puts into its messages.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# TensorFlow wraps these around the message of a failed op: its name, and where it was created.
+# Matches text that TensorFlow and Keras add to the message of a failed op, such as the op's name
+# and the stack that created the op.
 _PLACES = re.compile(
     r"Graph execution error:\s*"
     r"|Detected at node .*?\(most recent call last\):\s*"
@@ -27,11 +28,12 @@ _PLACES = re.compile(
     r"|\n\t \[\[(?:(?:\{\{[^}]*\}\})+|[\w./-]*)\]\]"
     r"|\{\{function_node [^}]*\}\} ?|\[Op:\w+\]( name:[^\n]*)?"
     r"|Error in user-defined function passed to \S+ transformation with iterator: \S+: "
-    r"|Could not automatically infer .*?\bError encountered:\s*"  # of a layer, by Keras
+    r"|Could not automatically infer .*?\bError encountered:\s*"  # added by Keras for a layer
     r"|Exception encountered when calling [\w.]+\(\)\.\s*| with name 'None'",
     re.DOTALL,
 )
-# These follow a message: a second message, or hints that need the traceback.
+# TensorFlow and Keras append text to a message: a second message, or a hint that is useless without
+# the traceback. These are the beginnings of the appended text.
 _APPENDED = (
     "\n  (1) ",
     "Arguments received by ",
@@ -40,13 +42,14 @@ _APPENDED = (
     "\n\nStack trace for op definition: ",
     " Label values: ",
 )
-# The cures of mistakes in graph hooks that Python and TensorFlow name without one.
+# Remedies for mistakes in graph hooks, by a pattern that matches the message of Python or
+# TensorFlow. The message itself contains no remedy.
 _CURES = {
     r"object has no attribute 'numpy'": (
-        "in a graph, a tensor has no value: use TensorFlow ops, or a host hook"
+        "a tensor in a graph has no value: use TensorFlow ops, or a host hook"
     ),
     r"label value of -?\d+ which is outside the valid range": (
-        "the model needs an output for each class, and labels count from 0"
+        "the model needs one output per class, and labels start at 0"
     ),
 }
 
@@ -80,11 +83,11 @@ class SetupError(CtlError):
 
 
 class RunError(CtlError):
-    """A failure while running: a hook raised, a file could not be written (exit code 1)."""
+    """A run has failed, for example because a file could not be written (exit code 1)."""
 
 
 class PeerLost(RunError):
-    """Another process of the cluster is gone (exit code 75: restarting all of them helps)."""
+    """Another process of the cluster is gone (exit code 75: restarting all processes helps)."""
 
     exit_code = 75
 
@@ -98,30 +101,30 @@ class StopTraining(CtlError):
 
 
 class RefusedCall(ValueError):
-    """A call that the engine refuses inside of a hook, a layer or a loss, without knowing which.
+    """A hook, a layer or a loss makes a call that the engine rejects.
 
-    The engine's code that called the hook adds the hook's name and line. A ``CtlError`` would pass
-    through that code as it is, without a line.
+    The code that rejects the call does not know which hook is running. The code that called the
+    hook adds the hook's name and line to the message. A ``CtlError`` would not get a line there.
     """
 
 
 class HookFailed(RunError):
-    """A hook raised. The message names the hook, its file and line, and the exception."""
+    """A hook raised an error. The message names the hook, its file and line, and the error."""
 
 
 class CompilationFailed(RunError):
-    """XLA cannot compile a later graph of a compiled run, for example after an unfreezing."""
+    """XLA cannot compile a later graph of a compiled run, for example after a layer is unfrozen."""
 
 
 class NotCompilable(RefusedCall):
     """A hook does something that cannot be part of an XLA executable, such as a summary.
 
-    It is raised within the hook, so that ``HookFailed`` names the hook and the line.
+    The exception is raised within the hook, so that ``HookFailed`` names the hook and the line.
     """
 
 
 def make_line(text: object, limit: int = 400) -> str:
-    """Returns a text in one line of at most ``limit`` characters, without escape sequences."""
+    """Converts a value to one line of at most ``limit`` characters, without escape sequences."""
     line = " ".join(_ESCAPES.sub("", str(text)).split())
     if len(line) > limit:
         line = line[: limit - 1] + "…"
@@ -129,7 +132,7 @@ def make_line(text: object, limit: int = 400) -> str:
 
 
 def quote(value: object, limit: int = 80) -> str:
-    """Returns the representation of a value in one line of at most ``limit`` characters."""
+    """Returns the ``repr`` of a value in one line of at most ``limit`` characters."""
     return make_line(repr(value), limit)
 
 
@@ -150,20 +153,21 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 
 def format_error(error: BaseException, limit: int = 300) -> str:
-    """Returns ``ValueError: its message`` in one line, without additions of TensorFlow and Keras.
+    """Returns an error in one line, in the form ``ValueError: the message``.
 
-    The message of a ``RefusedCall`` is returned without a name before it.
+    TensorFlow and Keras add stacks, node names and the arguments of a layer's call to a message.
+    These additions are removed, because the traceback contains them as well. Exceptions have no
+    attributes for the additions, so they are found with regular expressions. If TensorFlow changes
+    the form of an addition, the line only becomes longer.
 
-    They add stacks, node names, and the arguments of a layer's call, which the traceback has as
-    well. The exceptions have no attributes for these, so they are recognized by the form of the
-    text; if TensorFlow changes the form, the message becomes longer.
+    For a ``RefusedCall``, only the message is returned.
     """
     kind = type(error).__name__
     text = _ESCAPES.sub("", str(error))
     if text.startswith("in user code:"):  # tf.data puts the stack before the message
         text = text.rpartition(f"    {kind}: ")[2]
     text, stack, _ = _PLACES.sub("", text).partition("Traceback (most recent call last):")
-    # An exception of Python code inside an op, such as tf.py_function.
+    # The original exception was raised by Python code inside an op, such as tf.py_function.
     if stack and re.match(r"\w+: ", text.lstrip()):
         kind, _, text = text.lstrip().partition(": ")
     for end in _APPENDED:
@@ -180,7 +184,7 @@ def format_error(error: BaseException, limit: int = 300) -> str:
 
 
 ENGINE = str(Path(__file__).parents[1])
-# A source file is not the user's if its name contains one of these.
+# A source file is not the user's if its path contains one of these strings.
 NOT_THE_USERS = (
     ENGINE,
     sysconfig.get_paths()["stdlib"],
@@ -191,11 +195,11 @@ NOT_THE_USERS = (
 
 
 def find_code(function: Callable[..., Any]) -> types.CodeType | None:
-    """Returns the code that a callable runs, or None if it is not Python.
+    """Returns the code object that a callable runs, or None if the code is not written in Python.
 
     Args:
-        function: a function, a partial, an object with ``__call__``, or a class, of which the first
-            method counts
+        function: a function, a partial, an object with ``__call__``, or a class. For a class, the
+            code of its first method is returned.
     """
     function = inspect.unwrap(getattr(function, "func", function))
     candidates = [function]
@@ -211,7 +215,7 @@ def find_code(function: Callable[..., Any]) -> types.CodeType | None:
 
 
 def locate(function: Callable[..., Any]) -> str:
-    """Returns where a function is defined, such as ``callbacks.py:12``, or its module's name."""
+    """Returns where a function is defined: a line such as ``callbacks.py:12``, or the module."""
     code = find_code(function)
     if code is None:
         return getattr(function, "__module__", None) or "callbacks"
@@ -221,10 +225,10 @@ def locate(function: Callable[..., Any]) -> str:
 
 
 def format_file_name(path: str) -> str:
-    """Returns the name of a source file, for a message; for a cell of a notebook, ``cell 3``.
+    """Returns the name of a source file for a message, such as ``callbacks.py`` or ``cell 3``.
 
     Args:
-        path: the name in a code object; for a cell it is a file that does not exist
+        path: the file name in a code object; for a cell of a notebook, no such file exists
     """
     number = _find_cell_number(path)
     if number is not None:
@@ -235,7 +239,7 @@ def format_file_name(path: str) -> str:
 
 
 def _find_cell_number(path: str) -> str | None:
-    """Asks IPython for the number of the notebook's cell that has this name, if it is one."""
+    """Returns the number of the notebook cell that a file name refers to, or None."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
     if get_shell is None:
         return None
@@ -257,16 +261,16 @@ def find_users_line() -> str:
 
 
 def read_frames(op: GraphOp) -> list[tuple[str, int]]:
-    """Returns the stack that created an op of a graph: (file, line), outermost first."""
+    """Returns the stack that created an op, as pairs (file, line), outermost frame first."""
     return [(frame.filename, frame.lineno) for frame in op.traceback or ()]
 
 
 def read_calls(op: GraphOp) -> list[tuple[str, int, str]]:
-    """Returns the stack that created an op: (file, line, function), outermost first."""
+    """Returns the stack that created an op, as (file, line, function), outermost frame first."""
     return [(frame.filename, frame.lineno, frame.name) for frame in op.traceback or ()]
 
 
 def parse_frames(text: str) -> list[tuple[str, int]]:
-    """Returns the frames of a stack within a message: (file, line), outermost first."""
+    """Finds a stack in a message; returns its frames as pairs (file, line), outermost first."""
     frames = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in ', text, re.MULTILINE)
     return [(filename, int(line)) for filename, line in frames]

@@ -1,4 +1,4 @@
-"""Atomic writes, file locks, and paths as messages show them."""
+"""Writes files atomically, locks files, and formats paths for messages."""
 
 import contextlib
 import itertools
@@ -15,12 +15,13 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# The file in a run's folder that the process that trains the run locks; it holds its number.
+# The name of the lock file in a run's folder. The process that trains the run locks the file and
+# writes its process ID to it.
 LOCK = "pid"
 
 
 def relative_path(path: str | Path) -> str:
-    """Returns a path relative to the current folder if it is inside of it, otherwise absolute."""
+    """Returns a path, relative to the current folder if it is inside, otherwise absolute."""
     absolute = os.path.abspath(path)
     relative = os.path.relpath(absolute)
     if relative.split(os.sep)[0] == os.pardir:
@@ -29,7 +30,10 @@ def relative_path(path: str | Path) -> str:
 
 
 def is_stdout(path: Path) -> bool:
-    """Returns True if this process prints to a file, as when train.sh runs in the background."""
+    """Returns True if the standard output of this process is redirected to this file.
+
+    For example, the output of a run in the background is redirected to its train.log.
+    """
     try:
         return os.path.samestat(os.fstat(1), path.stat())
     except OSError:
@@ -38,16 +42,17 @@ def is_stdout(path: Path) -> bool:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Replaces a file or folder by the one written in the context, or leaves it as it was.
+    """Replaces a file or folder with one that the body of the context writes.
 
-    If the body raises, nothing changes. A symbolic link is replaced, not followed. A file is
-    flushed to the disk before it takes its place, so a power cut does not leave an empty one.
+    If the body raises an error, nothing is replaced. A symbolic link is replaced, not followed. A
+    new file is flushed to the disk before it replaces the old one, so that a power cut does not
+    leave an empty file.
 
     Args:
-        path: of the file or folder
+        path: the path of the file or folder to replace
 
     Yields:
-        A temporary path next to it, where the body writes a file or folder.
+        A temporary path in the same folder, where the body writes the new file or folder.
     """
     temporary = path.with_name(path.name + ".tmp")
     remove(temporary)
@@ -69,10 +74,10 @@ def format_checkpoint_list(
     """Returns the text of the file ``checkpoint``, as TensorFlow writes it.
 
     Args:
-        newest: the newest checkpoint, as the prefix of its files
-        times: for each checkpoint that a manager may delete, the time when it was written (seconds
-            since 1970), oldest first
-        last_preserved: the time of the last checkpoint that is never deleted; None: not written
+        newest: the path prefix of the newest checkpoint
+        times: the checkpoints that a manager may delete, oldest first: the time at which each was
+            written (seconds since 1970), by path prefix
+        last_preserved: the time of the last checkpoint that is never deleted; None omits this line
     """
     lines = [f"model_checkpoint_path: {_quote(newest)}"]
     lines += [f"all_model_checkpoint_paths: {_quote(path)}" for path in times]
@@ -83,14 +88,14 @@ def format_checkpoint_list(
 
 
 def _quote(text: str) -> str:
-    """Returns a text in quotes, in the text format of protocol buffers."""
+    """Returns a string in quotes, escaped as in the text format of protocol buffers."""
     for character, escaped in (("\\", r"\\"), ('"', r"\""), ("'", r"\'"), ("\n", r"\n")):
         text = text.replace(character, escaped)
     return f'"{text}"'
 
 
 def flush_to_disk(*paths: Path) -> None:
-    """Flushes the content of files, and the names in folders."""
+    """Flushes the content of files, and the directory entries of folders, to the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -100,7 +105,7 @@ def flush_to_disk(*paths: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link, or a folder with all that is in it; does nothing if it is gone."""
+    """Removes a file, a link, or a folder with its content; does nothing if it does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -116,7 +121,7 @@ def lock_file(file: IO[Any]) -> bool:
     """
     if fcntl is None:
         return True
-    for _ in range(3):  # is_locked of another process holds the lock for an instant
+    for _ in range(3):  # retries, because ``is_locked`` in another process locks for a moment
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -129,9 +134,10 @@ def lock_file(file: IO[Any]) -> bool:
 
 
 def lock_run(folder: Path) -> IO[str] | None:
-    """Locks the folder of a run for this process, whose number is written to the file ``pid``.
+    """Locks the folder of a run for this process, and writes the process ID to the file ``pid``.
 
-    The log would not do: a log may be rotated or removed while the run goes on.
+    The file ``pid`` is locked rather than the log, because the log may be rotated or removed while
+    the run continues.
 
     Returns:
         The open file, for ``release_run``; None if another process holds the lock.
@@ -143,7 +149,7 @@ def lock_run(folder: Path) -> IO[str] | None:
         if not lock_file(file):
             file.close()
             return None
-        # The process that held the lock may have removed the file since it was opened here.
+        # The process that held the lock may have removed the file after this process opened it.
         if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
             file.truncate()
             file.write(f"{os.getpid()}\n")
@@ -153,7 +159,10 @@ def lock_run(folder: Path) -> IO[str] | None:
 
 
 def release_run(folder: Path, lock: IO[str]) -> None:
-    """Removes the file ``pid``, so that nobody kills a later process of this number by it."""
+    """Removes the file ``pid`` and releases the lock.
+
+    If the file remained, a user could kill a later process that happens to have the same ID.
+    """
     with contextlib.suppress(OSError):
         (folder / LOCK).unlink(missing_ok=True)
     lock.close()
@@ -165,7 +174,7 @@ def is_run_locked(folder: Path) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Returns True if a process holds the lock of a file; False if there are no locks."""
+    """Returns True if a process holds the lock of a file; False if the system has no locks."""
     if not path.exists():
         return False
     with path.open("rb") as file:
@@ -173,7 +182,7 @@ def is_locked(path: Path) -> bool:
 
 
 def choose_run_name(runs_dir: Path) -> str:
-    """Returns the current time as a name for a run, with a number after it if it is taken."""
+    """Returns the current time as the name of a run; appends a number if a folder has this name."""
     now = time.strftime("%Y%m%d-%H%M%S")
     name = now
     for number in itertools.count(2):

@@ -1,7 +1,7 @@
 """Reads settings from files, ``CTL_*`` environment variables and keyword arguments.
 
-Settings have layers, of which later ones take precedence: defaults, config.yaml, variables, flags.
-commands/cli.py reads the flags.
+Settings come from several layers: defaults, config.yaml, environment variables and flags, in this
+order. Each layer overrides the layers before it. commands/cli.py reads the flags.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ctl_core.run.files import atomic_write
 from ctl_core.run.settings import RETIRED, SETTINGS, Config, SettingValue
 
 ENV_PREFIX = "CTL_"
-# The most values of a settings file.
+# The maximum number of values in a settings file.
 _MOST_VALUES = 100_000
 
 
 class Layer(NamedTuple):
-    """The settings of one layer: of a file, of the environment, or of the flags.
+    """The settings of one layer: a file, the environment variables, or the flags.
 
     Attributes:
         values: the settings by name
-        place: goes before the name of a setting in a message
+        place: the prefix of each setting's name in a message, such as the name of the file
     """
 
     values: dict[str, Any]
@@ -47,22 +47,22 @@ class Layer(NamedTuple):
         return self.place + name
 
     def leave_out(self, names: Collection[str]) -> Layer:
-        """Returns the layer without these settings."""
+        """Returns a copy of the layer without the settings of the given names."""
         others = {name: value for name, value in self.values.items() if name not in names}
         return Layer(others, self.place)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML in which 1e-3 is a number, and a name stands once.
+    """Reads YAML, with ``1e-3`` as a number; rejects a name that occurs twice in a mapping.
 
-    A few lines in which aliases refer to aliases stand for billions of values, or for infinitely
-    many. Such texts are refused.
+    A few lines of YAML with nested aliases can expand to billions of values, or to infinitely many.
+    Such files are rejected, too.
     """
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
         if node is not None and _count_values(node, {}) > _MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases make more than {_MOST_VALUES:,} values of it")
+            raise yaml.YAMLError(f"its aliases expand to more than {_MOST_VALUES:,} values")
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -74,12 +74,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count_values(node: yaml.Node, counts: dict[int, float]) -> float:
-    """Returns how many values a node stands for, those behind aliases included.
+    """Returns the number of values in a node, including the values that aliases refer to.
 
     Args:
         node: a node of parsed YAML
-        counts: those of the nodes that were counted before, by their identity; a node whose count
-            is not known yet, and that an alias within it refers to, is infinite
+        counts: the results for other nodes, by ``id``. While a node is being counted, its result
+            is infinite, so a node with an alias to itself has infinitely many values.
     """
     if id(node) in counts:
         return counts[id(node)]
@@ -110,7 +110,7 @@ def read_file(path: Path, required: bool = True) -> Layer:
 
     Args:
         path: the path of the file
-        required: whether the file must exist; otherwise a missing file is an empty one
+        required: whether the file must exist; if False, a missing file counts as an empty one
 
     Raises:
         SetupError: the file cannot be read.
@@ -123,7 +123,7 @@ def read_file(path: Path, required: bool = True) -> Layer:
             return Layer({})
         raise SetupError(f"{where}: there is no such settings file.") from None
     except UnicodeDecodeError as error:
-        raise SetupError(f"{where}: no valid UTF-8: {make_line(error, 200)}.") from error
+        raise SetupError(f"{where}: not valid UTF-8: {make_line(error, 200)}.") from error
     layer = Layer(content, f"{where}: ")
     is_of_run = any((path.parent / name).exists() for name in ("train.log", "ckpt"))
     if is_of_run:
@@ -136,10 +136,10 @@ def parse_settings(text: str, where: str) -> dict[str, SettingValue]:
 
     Args:
         text: YAML
-        where: the file, for a message
+        where: the name of the file, for messages
 
     Raises:
-        SetupError: it is no valid YAML, or no mapping.
+        SetupError: the content is not valid YAML, or not a mapping.
     """
     try:
         content = yaml.load(text, Loader=_Loader) or {}
@@ -147,20 +147,20 @@ def parse_settings(text: str, where: str) -> dict[str, SettingValue]:
         line = ""
         if error.problem_mark is not None:
             line = f"line {error.problem_mark.line + 1}: "
-        raise SetupError(f"{where}: no valid YAML: {line}{error.problem}.") from error
+        raise SetupError(f"{where}: not valid YAML: {line}{error.problem}.") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise SetupError(f"{where}: no valid YAML: {make_line(error, 200)}.") from error
+        raise SetupError(f"{where}: not valid YAML: {make_line(error, 200)}.") from error
     except RecursionError:
         raise SetupError(f"{where}: its values are nested too deeply.") from None
     if not isinstance(content, dict):
-        raise SetupError(f"{where}: expected lines of the form 'name: value'.")
+        raise SetupError(f"{where}: expected lines such as 'name: value'.")
     return {str(name): value for name, value in content.items()}
 
 
 class EnvironmentSource(EnvSettingsSource):
-    """Reads ``CTL_*`` variables; empty ones are ignored.
+    """Reads ``CTL_*`` environment variables; ignores empty variables.
 
-    ``CTL_HPARAMS`` holds all hyperparameters as YAML, ``CTL_HPARAMS__WIDTH`` a single one.
+    ``CTL_HPARAMS`` contains all hyperparameters as YAML, ``CTL_HPARAMS__WIDTH`` a single value.
     """
 
     def __init__(self, model: type[BaseSettings]) -> None:
@@ -173,7 +173,7 @@ class EnvironmentSource(EnvSettingsSource):
         )
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: str) -> SettingValue:
-        """Reads YAML, which includes JSON."""
+        """Parses the value of a variable as YAML, which includes JSON."""
         return _read_value(value)
 
 
@@ -181,7 +181,10 @@ def find_unknown_variables() -> list[str]:
     """Returns a warning for each ``CTL_*`` variable that is not a setting."""
     known = [f"{ENV_PREFIX}{name.upper()}" for name in (*SETTINGS, "config")]
     return [
-        f"warning: the environment has {format_name(name)}, no setting{suggest(name, known)}"
+        (
+            f"warning: the environment variable {format_name(name)} is not a setting"
+            f"{suggest(name, known)}"
+        )
         for name in os.environ
         if name.startswith(ENV_PREFIX) and name.split("__")[0] not in known
     ]
@@ -192,7 +195,7 @@ def load_config(path: str | Path, **overrides: Any) -> Config:
 
     Args:
         path: the path of the file
-        overrides: settings that take precedence over the file's
+        overrides: settings that take precedence over those in the file
 
     Raises:
         SetupError: the file is missing or invalid, or a setting is wrong.
@@ -201,20 +204,23 @@ def load_config(path: str | Path, **overrides: Any) -> Config:
 
 
 def resolve(files: Sequence[Layer], above: Sequence[Layer] = ()) -> Config:
-    """Merges layers of settings, of which later ones take precedence.
+    """Merges layers of settings; a later layer overrides the layers before it.
 
-    ``--epochs 3`` over ``steps: 600`` in a file means three epochs, not a conflict. Hyperparameters
-    are merged name by name, at any depth. If files have any, variables and flags can only change
-    those that are there and keep their types, because a misspelt name would otherwise train with
-    the old value.
+    ``steps`` and ``epochs`` override each other: if a file contains ``steps: 600``, the flag
+    ``--epochs 3`` trains for three epochs.
+
+    Hyperparameters are merged name by name, at any depth. If the files contain hyperparameters,
+    variables and flags can only change these, and cannot change their types. Otherwise, a run with
+    a misspelled flag would train with the old value.
 
     Args:
         files: the layers of settings files
-        above: the layers of variables and flags; their texts become numbers where files have these
+        above: the layers of variables and flags; their strings are converted to numbers if the
+            files have numbers
 
     Raises:
-        SetupError: a value is wrong, or a hyperparameter unknown. The message says which layer it
-            comes from.
+        SetupError: a value is invalid, or a hyperparameter is unknown. The message names the layer
+            with the error.
     """
     merged: dict[str, Any] = {}
     hparams: dict[str, Any] = {}
@@ -249,9 +255,9 @@ def merge_hparams(
     Args:
         below: the present values
         over: the values that replace them
-        where: the name of ``over`` in a message
-        known: the names that are allowed, or an empty dict for all; new values then keep the type
-            of present ones. None accepts any name and type.
+        where: the name of ``over`` in messages
+        known: the allowed names; an empty dict allows all names. In both cases, a new value must
+            have the type of the present one. None allows any name and any type.
 
     Returns:
         The merged values.
@@ -268,7 +274,9 @@ def merge_hparams(
         if known and name not in known:
             all_names = f"; a settings file has {make_line(', '.join(map(str, known)), 100)}"
             hint = suggest(str(name), map(str, known)) or all_names
-            raise SetupError(f"{format_name(full_name)}: no settings file has it{hint}")
+            raise SetupError(
+                f"{format_name(full_name)}: no settings file has this hyperparameter{hint}"
+            )
         known_inside: dict[str, Any] | None = None
         if known is not None:
             value = _convert(value, present, full_name)
@@ -280,7 +288,7 @@ def merge_hparams(
 
 
 def _as_dict(value: SettingValue) -> dict[str, SettingValue]:
-    """Returns a value if it is a dict, otherwise an empty one."""
+    """Returns a value if it is a dict, otherwise an empty dict."""
     if isinstance(value, dict):
         return value
     return {}
@@ -294,7 +302,7 @@ def _convert(value: SettingValue, present: SettingValue, where: str) -> SettingV
     """
     if isinstance(value, str):
         parsed = _read_value(value)
-        # A text such as "7" stays a text if it replaces one.
+        # A string such as "7" is not converted to a number if it replaces a string.
         stays_text = isinstance(present, str) and not isinstance(parsed, str | None)
         if not stays_text:
             value = parsed
@@ -303,12 +311,15 @@ def _convert(value: SettingValue, present: SettingValue, where: str) -> SettingV
     try:
         return TypeAdapter(type(present)).validate_python(value)
     except ValidationError:
-        expected = f"expected a value such as {quote(present, 40)}, which a settings file has"
+        expected = (
+            f"expected a value of the same kind as {quote(present, 40)}, the value in a "
+            "settings file"
+        )
         raise SetupError(f"{format_name(where)}: {expected}, got {quote(value)}.") from None
 
 
 def _read_value(text: str) -> SettingValue:
-    """Parses a flag or variable as YAML; returns the text itself if it is not valid YAML."""
+    """Parses a flag or variable as YAML; returns the string itself if it is not valid YAML."""
     with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
         return yaml.load(text, Loader=_Loader)
     return text
@@ -321,7 +332,7 @@ def write_config(config: Config, path: Path) -> None:
 
 
 def format_config(config: Config) -> str:
-    """Returns all settings as a settings file has them."""
+    """Returns all settings as YAML, in the form of a settings file."""
     return yaml.dump(
         dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True
     )

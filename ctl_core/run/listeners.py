@@ -1,12 +1,12 @@
-"""Listeners are told about each event of a run.
+"""Defines listeners, which receive the events of a run.
 
-They write metrics.jsonl, training_log.md and TensorBoard's files (evaluation/summaries.py), or are
-your own.
+The engine's listeners write metrics.jsonl, training_log.md and TensorBoard's files
+(evaluation/summaries.py). To add your own listener, set ``listener`` to the name of a class, or
+pass objects to ``train(..., listeners=[...])``.
 
-The setting ``listener`` names a class, and ``train(..., listeners=[...])`` takes objects. Their
-methods are called in the process of the chief, in the thread that trains, between two calls of the
-graph, so that a slow listener makes training slower. A listener that raises an error is reported
-once, and dropped.
+The methods of listeners are called in the chief process, in the thread that trains, between two
+graph calls. A slow listener therefore makes training slower. If a listener raises an error, the
+error is reported once, and the listener is dropped.
 """
 
 import contextlib
@@ -25,55 +25,57 @@ from ctl_core.run.files import atomic_write, relative_path
 from ctl_core.run.settings import Config, flatten
 
 FILE = "metrics.jsonl"
-# The keys of each of its lines, beside the names of values.
+# The keys of a line of metrics.jsonl that are not names of values.
 RESERVED = ("step", "split")
-# Settings that change only where a run is, or how much it prints.
+# The settings that affect only the location of a run, or the amount of its output.
 _PLACE = ("run_name", "runs_dir", "debug")
 
 
 class Listener:
-    """Is told about each event of a run.
+    """Base class of listeners, which receive the events of a run.
 
-    The methods of this class do nothing: override those that you need.
+    The methods of this class do nothing. Override the methods that you need.
     """
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        """Is called before the first step of a process, once the run's files are open.
+        """Called before the first step of a process, after the run's files have been opened.
 
         Args:
-            folder: the folder of the run, with the name of the run; a listener may write there
-            config: the settings, as config.yaml of the run has them
-            step: 0, or the step of the checkpoint that the run resumes from. If it was killed,
-                values of later steps may have been passed before, and are passed again.
+            folder: the folder of the run, which has the name of the run; a listener may write files
+                in it
+            config: the settings, as in the run's config.yaml
+            step: 0, or the step of the checkpoint that the run resumes from. If the run was killed,
+                values of later steps may have been passed before, and will be passed again.
         """
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Is called with each line of metrics.jsonl; ``split`` is train or eval."""
+        """Called with each line of metrics.jsonl; ``split`` is train or eval."""
 
     def saved(self, step: int, path: Path) -> None:
-        """Is called when a checkpoint is complete, possibly some steps later.
+        """Called when a checkpoint is complete, possibly some steps after ``step``.
 
-        The call comes before the next checkpoint is written, so the files still exist.
+        The files still exist at this time, because the next checkpoint is written only after the
+        call.
 
-        Files that begin with ``path`` hold the objects of ``create_ckpt``. Everything else that a
-        run needs to resume is in the folder ``engine`` next to them.
+        The files whose paths begin with ``path`` contain the objects of ``create_ckpt``. Everything
+        else that a run needs to resume is in the folder ``engine`` next to these files.
         """
 
     def end(self, step: int, how: str) -> None:
-        """Is called at the end, but not where the process is killed or Ctrl-C comes twice.
+        """Called when a run ends, except if the process is killed or Ctrl-C is pressed twice.
 
         Args:
             step: the last step
-            how: done; ended, by a hook or early_stop; stopped, by a signal or max_time; diverged,
-                where the last loss is not finite; or failed
+            how: done; ended (by a hook or early_stop); stopped (by a signal or max_time); diverged
+                (the last loss is not finite); or failed
         """
 
 
 def find_listener(name: str) -> type[Listener]:
-    """Imports the class that is named, as ``module.Class`` or ``module:Class``.
+    """Imports the class with a name of the form ``module.Class`` or ``module:Class``.
 
     Raises:
-        SetupError: it cannot be imported, or is no listener.
+        SetupError: the class cannot be imported, or is not a listener.
     """
     module, _, attribute = name.replace(":", ".").rpartition(".")
     try:
@@ -88,15 +90,15 @@ def find_listener(name: str) -> type[Listener]:
     except (Exception, SystemExit) as error:
         raise SetupError(f"listener: {name}: {format_error(error)}") from error
     if not (isinstance(listener, type) and issubclass(listener, Listener)):
-        raise SetupError(f"listener: {name} is no class that is made of ctl_core.Listener.")
+        raise SetupError(f"listener: {name} is not a subclass of ctl_core.Listener.")
     return listener
 
 
 class Listeners:
-    """The listeners of one run; until ``start``, and without any, nobody hears anything.
+    """The listeners of one run; they receive no events before ``start``.
 
     Attributes:
-        candidates: objects, and classes of which an object is created when the run starts
+        candidates: listeners, and classes of listeners; ``start`` creates an object of each class
     """
 
     def __init__(self, candidates: Sequence[Listener | type[Listener]] = ()) -> None:
@@ -104,7 +106,7 @@ class Listeners:
         self._listening: list[Listener] = []
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        """Calls ``start`` of each."""
+        """Calls the method ``start`` of each listener."""
         for candidate in self.candidates:
             with self._guard(candidate):
                 listener = _create(candidate)
@@ -112,25 +114,25 @@ class Listeners:
                 self._listening.append(listener)
 
     def tell(self, method: str, *values: Any) -> None:
-        """Calls a method of each."""
+        """Calls a method of each listener."""
         for listener in list(self._listening):
             with self._guard(listener):
                 getattr(listener, method)(*values)
 
     @contextlib.contextmanager
     def _guard(self, listener: Listener | type[Listener]) -> Iterator[None]:
-        """Leaves out a listener that raises within."""
+        """Drops a listener that raises an error within the context, and warns the user."""
         try:
             yield
         except (Exception, SystemExit) as error:
             LOG.info("an error of a listener", exc_info=error)
             name = _name_class(listener)
-            warn(f"listener: {name}: {format_error(error)}; training goes on without it.")
+            warn(f"listener: {name}: {format_error(error)}; training continues without it.")
             self._listening = [other for other in self._listening if other is not listener]
 
 
 def _create(candidate: Listener | type[Listener]) -> Listener:
-    """Returns a listener; creates an object of a class."""
+    """Returns a listener; if the candidate is a class, creates an object of it."""
     if isinstance(candidate, type):
         return candidate()
     return candidate
@@ -145,15 +147,19 @@ def _name_class(listener: Listener | type[Listener]) -> str:
 
 
 class MetricsFile(Listener):
-    """Writes a JSON object a line: step, split, and values by name, None where not finite."""
+    """Writes metrics.jsonl, a file with one JSON object per line.
+
+    Each object contains the step, the split, and the values by name. A value that is not finite is
+    written as null.
+    """
 
     def __init__(self, name: str = FILE) -> None:
-        """``name`` is that of the file in the run's folder."""
+        """Creates the listener; ``name`` is the name of the file in the run's folder."""
         self._name = name
         self._file: TextIO
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        """Opens the file, and takes out the lines of steps that are about to run again."""
+        """Opens the file, and removes the lines of steps that are about to run again."""
         path = folder / self._name
         before = [line for line in read_metrics(path) if line["step"] <= step]
         with atomic_write(path) as temporary:
@@ -162,7 +168,7 @@ class MetricsFile(Listener):
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Appends a line."""
+        """Appends a line with the values of a step."""
         finite: dict[str, float | None] = dict(values)
         for name, value in values.items():
             if not math.isfinite(value):
@@ -175,9 +181,9 @@ class MetricsFile(Listener):
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a file of metrics, except one that a kill has cut off.
+    """Returns the parsed lines of a metrics file; an empty list if the file does not exist.
 
-    If there is no file, there are no lines.
+    A line that is incomplete after a kill is left out.
     """
     if not file.is_file():
         return []
@@ -189,21 +195,21 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 class TrainingLog(Listener):
-    """Appends notes about runs, and their results, to training_log.md of the current folder.
+    """Appends notes about runs, and their results, to training_log.md in the current folder.
 
     A run with a note gets an entry when it begins, and a line whenever it ends. The file belongs to
-    the user: nothing in it is changed.
+    the user, so its existing content is never changed.
     """
 
     def __init__(self, note: str | None) -> None:
-        """Takes the note of a run; None for a run without an entry."""
+        """Creates the listener with the note of a run; None if the run has no note."""
         self._path = Path("training_log.md").absolute()
         self._note = note
         self._run = ""
         self._evaluated: tuple[dict[str, float], int] | None = None
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        """Appends the entry of a run, unless it has one of the same note."""
+        """Appends an entry for a run with a note, unless the file already has the same entry."""
         self._run = relative_path(folder)
         if self._note is None:
             return
@@ -212,14 +218,14 @@ class TrainingLog(Listener):
         if entry in text:
             return
         env = json.loads((folder / "env.json").read_text())
-        commit = "no commit"
+        commit = "without a git commit"
         if env["commit"]:
-            commit = f"commit {env['commit'][:10]}"
+            commit = f"from commit {env['commit'][:10]}"
         settings = [f"{name} {quote(value, 40)}" for name, value in find_changes(config).items()]
         entry += f"- Settings: {', '.join(settings) or 'the defaults'}\n"
-        entry += f"- {time.strftime('%F %H:%M')}: begins, {commit}"
+        entry += f"- {time.strftime('%F %H:%M')}: started {commit}"
         if env["dirty"]:
-            entry += " with changes"
+            entry += ", with uncommitted changes"
         self._append(f"{entry}\n")
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
@@ -228,7 +234,7 @@ class TrainingLog(Listener):
             self._evaluated = values, step
 
     def end(self, step: int, how: str) -> None:
-        """Appends how a run has ended, if it has an entry."""
+        """Appends a line about the end of a run, if the run has an entry."""
         if f"\n## {self._run}\n" in self._read():
             result = f"{how} at step {step}"
             if self._evaluated is not None:
@@ -242,13 +248,16 @@ class TrainingLog(Listener):
 
     def _append(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            if file.tell() == 0:  # a new file
+            if file.tell() == 0:  # the file is new
                 file.write("# Training log\n")
             file.write(text)
 
 
 def find_changes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that are not the defaults, by name; those of hparams as hparams.NAME."""
+    """Returns the settings that differ from the defaults, by name.
+
+    Hyperparameters have names of the form ``hparams.NAME``.
+    """
     defaults = flatten(dataclasses.asdict(Config()))
     return {
         name: value

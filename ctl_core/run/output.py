@@ -24,7 +24,7 @@ class DroppableOutput:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes a text, or discards it if that is impossible."""
+        """Writes a string, or discards it if writing fails."""
         try:
             self._stream.write(text)
         except OSError as error:
@@ -32,14 +32,14 @@ class DroppableOutput:
         return len(text)
 
     def flush(self) -> None:
-        """Flushes the stream, or discards its content if that is impossible."""
+        """Flushes the stream, or discards its content if flushing fails."""
         try:
             self._stream.flush()
         except OSError as error:
             self._drop(error)
 
     def _drop(self, error: OSError) -> None:
-        """Discards everything that this process writes there from now on, including C++ code."""
+        """Discards all further output to the stream, including the output of C++ code."""
         number = self._stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)
@@ -64,7 +64,7 @@ def keep_outputs() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is ``number``
     sys.stdout = _wrap(sys.stdout, 1)
     sys.stderr = _wrap(sys.stderr, 2)
 

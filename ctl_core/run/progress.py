@@ -22,16 +22,16 @@ _SPACE = "  "
 
 @dataclasses.dataclass
 class ProgressLine:
-    """The parts of the line; each is text, or "" if it is not known.
+    """The parts of the progress line, as strings; a part is empty if its value is not known.
 
     Attributes:
-        step: such as ``step 300/600``
-        epoch: such as ``epoch 3/10``
-        values: such as ``loss 0.2247  accuracy 0.9499``
-        speed: such as ``145 steps/s``
-        elapsed: such as ``0:12``
-        remaining: such as ``0:24 left``
-        share: how much of the training is done, from 0 to 1
+        step: the current step, such as ``step 300/600``
+        epoch: the current epoch, such as ``epoch 3/10``
+        values: the latest values, such as ``loss 0.2247  accuracy 0.9499``
+        speed: the speed of training, such as ``145 steps/s``
+        elapsed: the time since the start, such as ``0:12``
+        remaining: the estimated time until the end, such as ``0:24 left``
+        share: the fraction of the training that is done, from 0 to 1
     """
 
     step: str = ""
@@ -68,7 +68,7 @@ class ProgressLine:
         return _SPACE.join([beginning, draw_bar(self.share, room), *parts.values()])
 
     def _list_parts(self) -> dict[str, str]:
-        """Returns the texts that are known, by name, in their order on the line."""
+        """Returns the parts that are not empty, by name, in their order on the line."""
         texts = {
             "step": self.step,
             "epoch": self.epoch,
@@ -81,13 +81,13 @@ class ProgressLine:
 
 
 def draw_bar(share: float, width: int) -> str:
-    """Returns a bar of ``width`` characters, of which a share is filled."""
+    """Returns a bar of ``width`` characters; ``share``, from 0 to 1, is the filled fraction."""
     filled = int(min(max(share, 0.0), 1.0) * width)
     return "━" * filled + "─" * (width - filled)
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns ``1:05`` or ``2:03:04``."""
+    """Returns a duration as minutes and seconds (``1:05``), or with hours (``2:03:04``)."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     if hour:
@@ -145,7 +145,7 @@ class SpeedMeter:
         """Returns the steps per second since the last measurement; 0 if it is not known yet.
 
         Args:
-            shortest: the minimum of training seconds for a new measurement; until then, the
+            shortest: the minimum number of training seconds for a new measurement; until then, the
                 previous speed is returned
         """
         if self._mark is None:

@@ -1,7 +1,7 @@
 """Declares the settings: each is a field of ``Config``, with its type, range, default and help.
 
-Flags, variables and messages are derived from these fields. TensorFlow is not imported here, so
-that a misspelt flag is reported at once.
+Flags, environment variables and error messages are derived from these fields. TensorFlow is not
+imported here, because its import takes seconds, and a misspelled flag should be reported at once.
 """
 
 import dataclasses
@@ -31,27 +31,28 @@ _SECONDS = {"h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
 
 
 def parse_seconds(text: int | str | None) -> float | None:
-    """Returns the seconds of a text such as 7h30m, 10min or 90s; None for anything else."""
+    """Converts a string such as 7h30m, 10min or 90s to seconds; returns None for anything else."""
     if not isinstance(text, str) or not re.fullmatch(TIME, text):
         return None
     return sum(int(count) * _SECONDS[unit] for count, unit in re.findall("([0-9]+)([a-z]+)", text))
 
 
 def check_path(text: str) -> str:
-    """Refuses a URL, where there are no locks and no renames, and an empty text."""
-    if re.match(r"\s*$|[A-Za-z][A-Za-z0-9+.-]+:/", text):  # of one slash, as pathlib writes it
+    """Rejects an empty string, and a URL, because remote storage has no locks and no renames."""
+    if re.match(r"\s*$|[A-Za-z][A-Za-z0-9+.-]+:/", text):  # pathlib shortens // to one slash
         raise ValueError(f"expected a path in the file system, got {quote(text)}.")
     return text
 
 
 def check_mirror(text: str) -> str:
-    """Refuses an empty text; any other text is a URL or a path."""
+    """Rejects an empty string; any other string is a URL or a path."""
     if not text.strip():
         raise ValueError(f"expected a URL or a path, got {quote(text)}.")
     return text
 
 
-# A value as a source gives it: a number, a text, or lists and dicts of such values.
+# The value of a setting in a file, a variable or a flag: a number, a string, or lists and dicts of
+# numbers and strings.
 SettingValue: TypeAlias = Any
 
 Count = Annotated[int, Field(ge=0)]
@@ -64,7 +65,7 @@ _Time = Annotated[str, Field(pattern=f"^{TIME}$")]
 
 
 def _check_name(name: str) -> str:
-    """Refuses a name that cannot be that of a folder directly in ``runs_dir``."""
+    """Rejects a name that is not suitable for a folder in ``runs_dir``."""
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
         return name
     wrong = re.search(r"[^A-Za-z0-9._-]", name)
@@ -75,7 +76,8 @@ def _check_name(name: str) -> str:
     else:
         problem = f"{quote(name)} does not begin with a letter or a digit"
     raise ValueError(
-        f"{problem}; a run is a folder in runs_dir, so use letters, digits, '.', '_' and '-'."
+        f"{problem}; the name becomes a folder in runs_dir, so use only letters, digits, '.', "
+        "'_' and '-'."
     )
 
 
@@ -88,8 +90,9 @@ _Precision = Literal["float32", "bfloat16", "float16"]
 _Schedule = Literal["constant", "cosine", "linear", "step", "exponential"]
 _Strategy = Literal["auto", "one_device", "mirrored", "multi_worker"]
 
-# The settings that are a period: a number of steps (0: never) or of epochs, ``ckpt_every`` also a
-# time. The graph is left after each period. A run that is only evaluated has none.
+# The settings that are periods: a number of steps (0: never) or of epochs. ``ckpt_every`` can also
+# be a time. Training leaves the graph after each period. A run that is only evaluated has no
+# periods.
 PERIODS = ("ckpt_every", "eval_every")
 
 
@@ -100,86 +103,128 @@ def declare(default: SettingValue, text: str, *examples: str, **limits: Any) -> 
         default: the default
         text: a line of help
         examples: values that messages show as examples
-        limits: the range, by the names that pydantic has for its ends, such as ``ge``
+        limits: the limits of the range, by the names that pydantic uses, such as ``ge``
 
     Returns:
-        A pydantic field, typed as Any because it stands for a value of the setting.
+        A pydantic field. The annotation is Any, because the field is assigned to attributes of all
+        types.
     """
     return Field(default, description=text, examples=list(examples), **limits)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Config:
-    """Settings of a run; numbers of NumPy become Python's, and paths become texts.
+    """The settings of a run, as keyword arguments: ``Config(steps=300, batch_size=32)``.
+
+    NumPy numbers are converted to Python numbers, and paths to strings.
 
     Raises:
-        SetupError: a value, or a combination, is impossible; the message names setting and value.
+        SetupError: a value, or a combination of values, is invalid. The message names the setting
+            and the value.
     """
 
-    steps: Count | None = declare(None, "train until this step, counted from the run's start")
-    epochs: Count | None = declare(None, "the same in passes over the training data")
-    overfit_batches: Count = declare(0, "train on the first N global batches alone, over and over")
-    batch_size: Number = declare(64, "global batch size, shared out over the replicas")
-    accumulate_steps: Number = declare(1, "micro-batches of an update, to save memory, not time")
+    steps: Count | None = declare(
+        None, "number of steps to train in total, including those before a resume"
+    )
+    epochs: Count | None = declare(None, ("the same as a number of passes over the training data"))
+    overfit_batches: Count = declare(0, ("train only on the first N global batches, over and over"))
+    batch_size: Number = declare(64, "global batch size, split between the replicas")
+    accumulate_steps: Number = declare(1, "micro-batches per update; saves memory, not time")
     logical_replicas: Number | None = declare(
-        None, "shares of a batch: the same bits on any number of devices or processes; slower"
+        None,
+        (
+            "split each batch into N parts: the same bits on any number of devices or "
+            "processes; slower"
+        ),
     )
     intra_op_threads: Number | None = declare(
-        None, "threads of an op; null: all cores, or TensorFlow's choice"
+        None, "threads per op; null: all cores, or TensorFlow's choice"
     )
-    last_batch: Literal["drop", "keep"] = declare("drop", "keep: a pass ends in a smaller batch")
-    precision: _Precision = declare("float32", "what Keras layers compute in; weights: float32")
+    last_batch: Literal["drop", "keep"] = declare(
+        "drop", "drop or keep the smaller batch at the end of a pass"
+    )
+    precision: _Precision = declare(
+        "float32", "dtype in which Keras layers compute; weights stay float32"
+    )
     jit_compile: bool | Literal["auto"] = declare(
-        "auto", "compile steps with XLA; auto: on a single GPU, if it can", "auto"
+        "auto", "compile steps with XLA; auto: on a single GPU, if possible", "auto"
     )
-    on_nan: Literal["stop", "warn", "ignore"] = declare("warn", "at a NaN or infinite loss")
-    detect_anomaly: bool = declare(False, "name the first op that gives NaN or infinity; slower")
+    on_nan: Literal["stop", "warn", "ignore"] = declare(
+        "warn", "reaction to a NaN or infinite loss"
+    )
+    detect_anomaly: bool = declare(
+        False, "report the first op that returns NaN or infinity; slower"
+    )
     learning_rate: float = declare(0.001, "initial value of lr", gt=0, lt=1e30)
-    lr_schedule: _Schedule = declare("constant", "how lr falls until the last step")
-    warmup: Count = declare(0, "steps in which lr first rises to learning_rate")
-    ema: float | None = declare(None, "use averages of weights, decay such as 0.999", gt=0, lt=1)
-    seed: int = declare(0, "seeds Python, NumPy, TensorFlow and Keras", ge=0, lt=2**32)
-    run_name: _Name | None = declare(None, "folder in runs_dir; one that is there goes on", "wide")
-    fork: FilePath | None = declare(None, "go on from a run as a new one: a, a@300 or a@best")
-    init_from: FilePath | None = declare(None, "weights of a run, Keras file or SavedModel")
+    lr_schedule: _Schedule = declare(
+        "constant", "how the learning rate decreases until the last step"
+    )
+    warmup: Count = declare(0, "steps in which the learning rate first rises from 0")
+    ema: float | None = declare(
+        None, "average the weights with this decay, such as 0.999", gt=0, lt=1
+    )
+    seed: int = declare(0, "seed of Python, NumPy, TensorFlow and Keras", ge=0, lt=2**32)
+    run_name: _Name | None = declare(
+        None, ("folder in runs_dir; if it exists, that run is resumed"), "wide"
+    )
+    fork: FilePath | None = declare(
+        None, "start a new run from the state of another: a, a@300 or a@best"
+    )
+    init_from: FilePath | None = declare(
+        None, "start with the weights of a run, Keras file or SavedModel"
+    )
     init_skip: list[str] | None = declare(
-        None, "paths of variables that init_from leaves out; again for more", "head/*"
+        None, "paths of variables that init_from does not load; repeatable", "head/*"
     )
     ckpt_every: _PeriodOrTime = declare(1000, "save every N steps, 1epoch or 10min", "10min")
-    eval_every: _Period = declare(1000, "evaluate every N steps (0: at its end), 1epoch", "1epoch")
-    eval_batch_size: Number | None = declare(None, "that of evaluations; null: as for training")
-    limit_eval: Number | None = declare(None, "evaluate the first N batches of each set only")
-    max_time: _Time | None = declare(None, "stop and save after this time", "7h30m")
-    log_every: Number = declare(100, "write create_train_metrics every N steps, and begin anew")
-    log_seconds: float = declare(
-        10.0, "seconds between lines of progress in a log or a pipe", gt=0, lt=1e6
+    eval_every: _Period = declare(
+        1000, "evaluate every N steps or 1epoch; 0: only at the end", "1epoch"
     )
-    keep: Number = declare(50, "number of the newest checkpoints that are kept")
-    keep_best: _Best | None = declare(None, "keep the best by METRIC or METRIC:max", "loss")
+    eval_batch_size: Number | None = declare(
+        None, "batch size of evaluations; null: as in training"
+    )
+    limit_eval: Number | None = declare(None, ("evaluate only the first N batches of each dataset"))
+    max_time: _Time | None = declare(None, "save and stop after this time", "7h30m")
+    log_every: Number = declare(
+        100, "write and reset the metrics of create_train_metrics every N steps"
+    )
+    log_seconds: float = declare(
+        10.0, "seconds between progress lines in a log or a pipe", gt=0, lt=1e6
+    )
+    keep: Number = declare(50, "number of newest checkpoints to keep")
+    keep_best: _Best | None = declare(
+        None,
+        "also keep the checkpoint with the best METRIC; METRIC:max if higher is better",
+        "loss",
+    )
     early_stop: _Patience | None = declare(
         None,
-        "METRIC:N, or METRIC:max:N: end when it has not become better for N evaluations",
+        "METRIC:N or METRIC:max:N: stop when METRIC has not improved in N evaluations",
         "loss:3",
     )
     strategy: _Strategy = declare("auto", "auto: the cluster of TF_CONFIG, else all GPUs")
-    virtual_devices: Number = declare(1, "split the CPU, to try multi-GPU code on a laptop")
-    workers: Number = declare(1, "train in a cluster of N processes here", lt=2**10)
-    max_restarts: Count = declare(3, "starts of that cluster after a crash of a worker")
+    virtual_devices: Number = declare(1, "split the CPU into N devices, to try multi-GPU code")
+    workers: Number = declare(1, "train in N processes on this machine", lt=2**10)
+    max_restarts: Count = declare(3, "maximum number of restarts after a worker crashes")
     stall_seconds: Count = declare(
-        120, "say where training hangs if nothing ends for N seconds; 0: never"
+        120, "report where training hangs if nothing ends for N seconds; 0: never"
     )
     deterministic: bool = declare(False, "bit-identical results from run to run; slower")
-    profile: _Steps | None = declare(None, "START:STOP, steps to profile for TensorBoard", "50:60")
+    profile: _Steps | None = declare(None, "steps START:STOP to profile for TensorBoard", "50:60")
     runs_dir: FilePath = declare("runs", "folder of the runs")
     mirror: _Place | None = declare(
-        None, "URL or path where checkpoints are copied, to outlive this machine", "s3://bucket/x"
+        None,
+        "URL or path to which checkpoints are copied, in case this machine is lost",
+        "s3://bucket/x",
     )
-    mirror_keep: Number = declare(3, "newest checkpoints there; the best one is kept, too")
+    mirror_keep: Number = declare(3, "number of newest checkpoints to keep there, besides the best")
     callbacks: FilePath = declare("callbacks.py", "Python file with the hooks")
-    listener: _Class | None = declare(None, "a class that hears what a run says", "tracker.Tracker")
+    listener: _Class | None = declare(
+        None, "class that is told about the events of a run", "tracker.Tracker"
+    )
     debug: bool = declare(False, "show tracebacks and TensorFlow's own messages")
     hparams: dict[str, Any] = Field(
-        default_factory=dict, description="values of your own: --hparams.width 64"
+        default_factory=dict, description="your own hyperparameters: --hparams.width 64"
     )
 
     def __post_init__(self) -> None:
@@ -187,17 +232,19 @@ class Config:
             values = (getattr(self, first), getattr(self, second))
             if None not in values:
                 raise SetupError(
-                    f"{first} and {second}: give one of the two, got {values[0]} and {values[1]}."
+                    f"{first} and {second}: set only one of the two, got {values[0]} and "
+                    f"{values[1]}."
                 )
         if self.init_skip and self.init_from is None:
             raise SetupError(
-                f"init_skip: {self.init_skip} leaves out variables of init_from, which is not set; "
-                "set it, too."
+                f"init_skip: {self.init_skip} skips variables of init_from, which is not set; "
+                "set init_from, too."
             )
         if self.detect_anomaly and (self.jit_compile is True or self.precision == "float16"):
             raise SetupError(
-                "detect_anomaly: needs --no-jit-compile, which makes one op of all, and another "
-                "precision than float16, whose loss scale makes gradients infinite now and then."
+                "detect_anomaly: needs --no-jit-compile, because XLA fuses all ops into one, "
+                "and a precision other than float16, whose loss scale makes gradients "
+                "infinite now and then."
             )
 
         if self.logical_replicas is not None:
@@ -206,23 +253,24 @@ class Config:
                 raise SetupError(f"logical_replicas: {problem}")
 
     def _find_problem_of_logical_replicas(self) -> str | None:
-        """Returns which setting cannot be combined with ``logical_replicas``, and what to do."""
+        """Returns which setting conflicts with ``logical_replicas``, and a remedy; None if none."""
         if self.logical_replicas is not None and self.logical_replicas > self.batch_size:
             return (
                 f"{self.logical_replicas} logical replicas cannot share a batch of "
-                f"{self.batch_size}; take at most batch_size of them."
+                f"{self.batch_size}; use at most batch_size logical replicas."
             )
         if self.accumulate_steps > 1:
             return (
-                f"leave out accumulate_steps, which is {self.accumulate_steps}: a device already "
-                "computes its logical replicas one after another."
+                f"cannot be combined with accumulate_steps, which is {self.accumulate_steps}; "
+                "leave that out, because a device already computes its logical replicas one "
+                "after another."
             )
         return None
 
     @field_validator("*", mode="before")
     @classmethod
     def _make_plain(cls, value: SettingValue) -> SettingValue:
-        """Turns paths into texts, and numbers of NumPy into Python's."""
+        """Converts paths to strings, and NumPy numbers to Python numbers."""
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if hasattr(value, "item"):
@@ -232,10 +280,10 @@ class Config:
     @field_validator("init_skip", mode="before")
     @classmethod
     def _make_list(cls, value: SettingValue) -> SettingValue:
-        """Takes a single pattern, too, as in ``CTL_INIT_SKIP='head/*'``."""
+        """Converts a single pattern, as in ``CTL_INIT_SKIP='head/*'``, to a list."""
         if isinstance(value, str):
             return [value]
-        if value == [None]:  # from --init-skip null
+        if value == [None]:  # the value of ``--init-skip null``
             return None
         return value
 
@@ -251,12 +299,18 @@ class Config:
 
     @property
     def keeps_last_batch(self) -> bool:
-        """Whether a smaller batch is kept; of the first batches alone, none is smaller."""
+        """True if a smaller last batch is kept.
+
+        With ``overfit_batches``, no batch is smaller, because only the first batches are used.
+        """
         return self.last_batch == "keep" and not self.overfit_batches
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether training needs the number of steps in an epoch, which takes a pass to count."""
+        """True if training needs the number of steps in an epoch.
+
+        Counting them takes a pass over the training data.
+        """
         if self.keeps_last_batch and self.steps is not None:
             return True
         periods = (getattr(self, name) for name in PERIODS)
@@ -265,13 +319,18 @@ class Config:
         )
 
     def remove_periods(self) -> Self:
-        """Returns settings without an end and without periods, for which no epoch is counted."""
+        """Returns a copy of the settings for a run that is not trained, only evaluated.
+
+        In the copy, nothing says when training ends or when to save and evaluate, so
+        ``counts_epochs`` is False.
+        """
         no_periods: dict[str, Any] = dict.fromkeys(PERIODS, 0)
         return dataclasses.replace(self, steps=None, epochs=None, max_time=None, **no_periods)
 
 
 SETTINGS: Mapping[str, FieldInfo] = Config.__pydantic_fields__  # type: ignore[attr-defined]
-# Settings of engines before 1.0. They are ignored in the config.yaml of a run of such an engine.
+# The settings of engines before 1.0 that no longer exist. If such an engine began a run, they are
+# ignored in the run's config.yaml.
 RETIRED = frozenset(
     {
         "cluster",
@@ -286,31 +345,33 @@ RETIRED = frozenset(
         "wait_for_workers",
     }
 )
-# The expected value, by the beginning of the name of pydantic's error.
+# Descriptions of the expected value, by the beginning of the type of pydantic's error.
 _EXPECTED = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
-    "greater_than_equal": "a number from {ge} up",
+    "greater_than_equal": "a number of at least {ge}",
     "greater_than": "a number above {gt}",
-    "string": "a text (in quotes, if it looks like a number)",
+    "string": "a string (in quotes if it looks like a number)",
 }
 
 
 def explain(error: ValidationError, settings: Mapping[str, FieldInfo]) -> str:
-    """Returns one line on the first wrong setting: its name, the expected value, and its value."""
+    """Returns one line about the first invalid setting: its name, value and expected value."""
     wrong = error.errors(include_url=False)[0]
     name = str(wrong["loc"][0])
     details = wrong.get("ctx", {})
     if name not in settings:
         return f"{name}: there is no setting {quote(name)}{suggest(name, settings)}"
-    if "error" in details:  # raised by a validator of ours
+    if "error" in details:  # a validator of this module has raised the error
         return f"{name}: {details['error']}"
     kinds = (words for kind, words in _EXPECTED.items() if wrong["type"].startswith(kind))
     other = wrong["msg"].replace("Input should be", "expected").removeprefix("expected ")
     expected = next(kinds, other).format(**details)
     examples = settings[name].examples
-    if examples:
+    if examples and wrong["type"] == "string_pattern_mismatch":
+        expected = f"a value such as {examples[0]}"
+    elif examples:
         expected += f", or such as {examples[0]}"
     return f"{name}: expected {expected}, got {quote(wrong['input'])}."
 

@@ -1,1 +1,1 @@
-"""A run as a session: its folder, what it writes there, and what it tells the user."""
+"""Manages the session of a run: its folder, the files in this folder, and messages to the user."""

@@ -27,9 +27,9 @@ from ctl_core.run.errors import ENGINE, NOT_THE_USERS
 from ctl_core.run.settings import Config, flatten
 from ctl_core.types import Callbacks, Optimizer
 
-_ALIKE = "the processes of the cluster are not alike"
+_ALIKE = "the processes of the cluster differ"
 _CURE = "give all of them the same files, packages and devices."
-# Settings that change only how a process reports, not its computation.
+# Settings that affect only the reports of a process, and not its computation.
 _MAY_DIFFER = ("debug", "runs_dir")
 
 
@@ -38,7 +38,7 @@ def compare_processes(
 ) -> None:
     """Refuses to train if the processes of a cluster differ in settings, devices or programs.
 
-    Makes no graph call, because graph calls of processes with different devices would not match.
+    This makes no graph call, because processes with different devices would not run the same graph.
 
     Raises:
         SetupError: the processes differ; the message names the process and the difference.
@@ -47,14 +47,14 @@ def compare_processes(
         return
     cluster.compare(
         {"intra_op_threads": repr(config.intra_op_threads)},
-        "the processes compute with different numbers of threads, so their bits would differ",
-        "on machines with other numbers of cores, give each process --intra-op-threads N.",
+        "the processes use different numbers of threads, so their bits would differ",
+        "on machines with different numbers of cores, pass --intra-op-threads N to each process.",
     )
     settings = flatten(dataclasses.asdict(config))
     cluster.compare(
         {name: repr(value) for name, value in settings.items() if name not in _MAY_DIFFER},
-        "the settings are not the same on every process of the cluster",
-        "give each of them the same config.yaml, CTL_ variables and flags.",
+        "the settings differ between the processes of the cluster",
+        "give all of them the same config.yaml, CTL_ variables and flags.",
         absent="nothing",
     )
     cluster.compare(find_process_facts(strategy, callbacks), _ALIKE, _CURE)
@@ -63,8 +63,8 @@ def compare_processes(
 def compare_optimizers(cluster: Cluster, optimizers: dict[str, Optimizer]) -> None:
     """Refuses to train if the processes differ in their optimizers, or in modules of the project.
 
-    Modules are compared here for the second time, because hooks may import modules when they are
-    called.
+    ``compare_processes`` has compared the modules before, but hooks may have imported more modules
+    since then.
 
     Raises:
         SetupError: the processes differ; the message names the process and the difference.
@@ -100,7 +100,7 @@ def find_module_facts() -> Facts:
             continue
         path = Path(file)
         with contextlib.suppress(OSError, ValueError):
-            # A relative path, since another process may have the project in another folder.
+            # The path is relative, because the project may be in another folder on other processes.
             facts[str(path.relative_to(project))] = _digest([path.read_bytes()])
     return facts
 
@@ -127,7 +127,7 @@ def _read_numbers(optimizer: Optimizer) -> Facts:
 
 
 def _describe_devices(strategy: tf.distribute.Strategy) -> str:
-    """Returns the devices of this process's replicas by kind, such as ``2 GPU``."""
+    """Returns the number of devices of each kind that this process uses, such as ``2 GPU``."""
     devices = strategy.extended.worker_devices
     kinds = collections.Counter(device.split("device:")[-1].split(":")[0] for device in devices)
     return " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -141,7 +141,7 @@ def _read_engine() -> Iterator[bytes]:
 
 
 def _digest(contents: Iterator[bytes] | list[bytes]) -> str:
-    """Returns a digest for messages: the beginning of the SHA-256 of the joined contents."""
+    """Returns the first digits of the SHA-256 of the joined contents, for use in messages."""
     digest = hashlib.sha256()
     for content in contents:
         digest.update(content)

@@ -1,4 +1,4 @@
-"""Messages of a training: how it begins and ends, and which steps were not finite."""
+"""Formats the messages about the start and end of training, and about steps that are not finite."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from ctl_core.run.files import relative_path
 
 
 def describe_start(state: State, start: int, last: int) -> str:
-    """Returns where training begins, how far it goes, and on which devices.
+    """Returns a line with the first and last step of training, and the devices that are used.
 
     Args:
-        state: of the run
-        start: the step from which this process trains
+        state: the state of the run
+        start: the step at which this process starts
         last: the last step of the run
     """
     run = relative_path(state.run_dir)
     if state.ended:
         return (
-            f"{run}: ended early, at step {start} of {last}, nothing left to train; more steps, or "
-            "--continue, let it go on."
+            f"{run}: ended early, at step {start} of {last}, so there is nothing left to "
+            "train; to continue, raise --steps or pass --continue."
         )
     if start >= last:
-        return f"{run}: at step {start} of {last}, nothing left to train; more steps let it go on."
+        return (
+            f"{run}: already at step {start} of {last}, so there is nothing left to train; "
+            "to continue, raise --steps."
+        )
     beginning = f"resuming at step {start}" if start else "training"
     nature = ""
     shape = state.components.shape
@@ -45,7 +48,7 @@ def describe_start(state: State, start: int, last: int) -> str:
 
 
 def _describe_batch(state: State) -> str:
-    """Returns ``batch size 64``, or ``batch size 64 in 4 micro-batches``."""
+    """Returns a phrase such as ``batch size 64`` or ``batch size 64 in 4 micro-batches``."""
     text = f"batch size {state.config.batch_size}"
     logical_replicas = state.config.logical_replicas
     if logical_replicas is not None:
@@ -57,31 +60,34 @@ def _describe_batch(state: State) -> str:
 
 
 def _describe_devices(state: State) -> str:
-    """Returns ``1 replica on GPU, in bfloat16, compiled by XLA (checked in 2.1 s)``."""
+    """Returns a phrase such as ``1 replica on GPU, in bfloat16, compiled by XLA``."""
     replicas = state.components.shape.replicas
     devices = state.strategy.extended.worker_devices
     kinds = sorted({device.split("device:")[-1].split(":")[0] for device in devices})
     text = f"{replicas} {'replica' if replicas == 1 else 'replicas'} on {', '.join(kinds)}"
     if state.computed_in:
         text += f", in {' and '.join(state.computed_in)}"
-    # On a CPU, where plain steps are the rule, nobody expects compiled ones.
+    # On a CPU, steps are usually not compiled, so this is mentioned only if they are.
     if "GPU" in kinds or state.compilation.is_compiled:
         text += f", {state.compilation}"
     return text
 
 
 def describe_compilation_change(state: State) -> str:
-    """Returns that a resumed run is compiled from now on, or is not any more."""
+    """Returns the message for a resumed run that switches between compiled and uncompiled steps."""
     now = "compiled" if state.compilation.is_compiled else "not compiled"
-    return f"jit_compile: steps are {now} from here on, and draw other random numbers, if any."
+    return f"jit_compile: steps are {now} from now on, and draw other random numbers, if any."
 
 
 def describe_nature(layers: Sequence[keras.Layer], drawing_layers: Sequence[str]) -> str:
-    """Returns why weights depend on the number of replicas; "" if no layer is known to cause it.
+    """Returns a sentence that explains why weights depend on the number of replicas.
 
     Args:
         layers: the layers of a run
         drawing_layers: the kinds of layers that draw random numbers
+
+    Returns:
+        The sentence; "" if no layer is known to cause such a dependence.
     """
     reasons = []
     if drawing_layers:
@@ -91,27 +97,33 @@ def describe_nature(layers: Sequence[keras.Layer], drawing_layers: Sequence[str]
     if not reasons:
         return ""
     causes = " and ".join(reasons)
-    return f" Weights depend on the number of replicas: each has {causes} of its own."
+    return f" Weights depend on the number of replicas: each has its own {causes}."
 
 
 def count_parameters(state: State) -> str:
-    """Returns ``97 parameters to train``: those of the model and the loss that are not frozen."""
+    """Returns a phrase such as ``97 parameters to train``.
+
+    The number includes all parameters of the model and the loss that are not frozen.
+    """
     variables = [*trainable_variables(state.train_model), *trainable_variables(state.train_loss)]
     sizes = {id(variable): variable.shape.num_elements() for variable in variables}
     return f"{sum(sizes.values()):,} parameters to train"
 
 
 def describe_end(state: State, start: int) -> list[str]:
-    """Returns lines with the outcome and duration of training, its last evaluation, and next steps.
+    """Returns lines about the outcome of training.
+
+    They contain the reason for the end, the duration, the last evaluation, and commands to run
+    next.
 
     Args:
         state: the state of the run
-        start: the step from which this process trained
+        start: the step at which this process started
     """
     run_name = Path(state.run_dir).name
     if state.stopped_by is not None:
         name = signal.Signals(state.stopped_by).name
-        ending = f"stopped by {name}, saved; goes on from here with --run-name {run_name}"
+        ending = f"stopped by {name}, saved"
     elif state.ended:
         ending = "ended early"
     else:
@@ -120,41 +132,44 @@ def describe_end(state: State, start: int) -> list[str]:
     duration = f"{state.step - start} steps in {all_seconds:.1f} s"
     other_seconds = all_seconds - state.clock.measure_training()
     if other_seconds > 0.1:
-        duration += f", {other_seconds:.1f} s of them evaluations and checkpoints"
+        duration += f" ({other_seconds:.1f} s evaluating and saving)"
     facts = [f"step {state.step}", duration]
     peak = read_peak_memory(state.strategy.extended.worker_devices)
     if peak is not None:
-        facts.append(f"at most {peak / 2**20:.0f} MiB of a GPU's memory")
+        facts.append(f"peak GPU memory {peak / 2**20:.0f} MiB")
     lines = [f"{ending}: {'; '.join(facts)}."]
     if state.metrics:
         result = format_evaluation(state.metrics, state.progress.evaluated, state.step)
         best_step = find_best_step(state.progress.best)
         if best_step >= 0:
-            result += f"; the best checkpoint is that of step {best_step}"
+            result += f"; the best checkpoint is the one of step {best_step}"
         lines.append(f"{result}.")
     run = relative_path(state.run_dir)
-    next_commands = [f"tensorboard --logdir {Path(run).parent}"]
+    lines.append(f"Everything is in {run}. Next, for example:")
+    if state.stopped_by is not None:
+        lines.append(f"  ./train.sh --run-name {run_name}  # resumes it")
+    lines.append(f"  tensorboard --logdir {Path(run).parent}")
     if state.evaluation is not None:
-        next_commands.append(f"python -m ctl_core evaluate {run_name}")
-    lines.append(f"Everything is in {run}. Next: {', or '.join(next_commands)}")
+        lines.append(f"  python -m ctl_core evaluate {run_name}")
     return lines
 
 
 def describe_nonfinite(state: State) -> list[str]:
-    """Returns warnings of steps in which the loss was not finite or a gradient had NaN."""
+    """Returns warnings about steps with a loss that was not finite, or with NaN in a gradient."""
     noted = state.progress.noted
     warnings = []
     if noted.steps:
-        # The other processes of a cluster may have seen other steps.
+        # The processes of a cluster may see non-finite losses in different steps. The number is the
+        # highest number that a single process has counted.
         at_least = "at least " if state.cluster.task.processes > 1 else ""
         last_one = ", the last one" if noted.latest == state.step else ""
         warnings.append(
-            f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, from "
-            f"{noted.first} to {noted.latest}{last_one}."
+            f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, first "
+            f"in step {noted.first}, last in step {noted.latest}{last_one}."
         )
     if noted.zeroed:
         warnings.append(
-            f"update_pre was passed NaN in gradients in {noted.zeroed} of {state.step} steps with "
-            "a finite loss; its default turns NaN into 0."
+            f"update_pre received NaN in gradients in {noted.zeroed} of {state.step} steps "
+            "with a finite loss; its default replaces NaN by 0."
         )
     return warnings

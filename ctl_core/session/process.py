@@ -18,18 +18,20 @@ _policy_outside: keras.DTypePolicy | None = None
 
 @contextlib.contextmanager
 def leave_run() -> Iterator[None]:
-    """Lets a hook use another run as if its own run did not exist, and then restores everything.
+    """Lets a hook use another run as if the hook's own run did not exist.
 
-    Inside the context, Keras' dtype policy and its names of objects are as they are outside any
-    run, and no variable or layer is recorded. When the context ends, the following are restored:
+    Inside the context, Keras has the same dtype policy as outside any run and names objects as in a
+    new process. No variable or layer is recorded. When the context ends, the following are
+    restored:
 
-    - the dtype policy, the names, and the generator of ``keras.random``
-    - the random numbers of Python, NumPy and TensorFlow
-    - whether ops are deterministic, and whether a GPU may round float32 factors to TF32
+    - the dtype policy, the names of objects, and the generator of ``keras.random``
+    - the state of the random numbers of Python, NumPy and TensorFlow
+    - whether ops are deterministic, and whether a GPU may round float32 matrices to TF32 before it
+      multiplies them
     - the recording of variables, of layers, and of layers that importing callbacks.py creates
 
-    ``session.run.open_session`` restores the console and the step of summaries, and ``Signals`` the
-    signal handlers.
+    ``session.run.open_session`` restores the console and the step of summaries. ``Signals``
+    restores the signal handlers.
     """
     global _policy_outside
     policy = keras.config.dtype_policy()
@@ -55,7 +57,7 @@ def leave_run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_tensor_float_32() -> Iterator[None]:
-    """Restores, when the context ends, whether a GPU may round matrix factors to TF32."""
+    """Restores, when the context ends, whether a GPU may use TF32 for matrix products."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     try:
         yield
@@ -65,10 +67,10 @@ def keep_tensor_float_32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def prepare_process(config: Config) -> Iterator[None]:
-    """Sets up Keras and TensorFlow for a run, which then trains as in a new process.
+    """Sets up Keras and TensorFlow for a run, so that the run trains as in a new process.
 
-    When the context ends, their state is restored, even if a hook has set another dtype policy; see
-    ``leave_run``.
+    When the context ends, the state of Keras and TensorFlow is restored, even if a hook has set
+    another dtype policy. See ``leave_run`` for a list.
     """
     global _policy_outside
     with leave_run():

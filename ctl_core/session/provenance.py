@@ -1,4 +1,4 @@
-"""What a run was made with: versions, packages, devices, and the commit of the project."""
+"""Collects the versions, packages, devices and Git commit with which a run is trained."""
 
 import contextlib
 import platform
@@ -15,16 +15,19 @@ import tensorflow as tf
 
 from ctl_core import __version__
 
-# Tools that every virtual environment has. Installing their versions could break another one.
+# Tools that every virtual environment contains. They are not listed, because installing other
+# versions of these tools could break an environment.
 _INSTALLERS = ("pip", "setuptools", "wheel")
 
 
 def find_provenance(devices: Sequence[str], compilation: str) -> dict[str, Any]:
-    """Returns the content of env.json; without a Git repository, ``commit`` and ``dirty`` are None.
+    """Returns the content of env.json.
+
+    The values of ``commit`` and ``dirty`` are None if the project is not in a Git repository.
 
     Args:
         devices: the devices of this process's replicas
-        compilation: whether steps are compiled, or why not
+        compilation: a phrase that says whether steps are compiled, or why they are not
     """
     changes = _run_git("status", "--porcelain", "--untracked-files=no")
     return {
@@ -47,10 +50,11 @@ def find_provenance(devices: Sequence[str], compilation: str) -> dict[str, Any]:
 
 
 def list_packages() -> str:
-    """Returns the installed packages, one a line, in the format of ``pip install -r``.
+    """Returns the installed packages, one per line, in the format of ``pip install -r``.
 
-    Packages that were installed from a folder or an address are left out, since their version does
-    not identify them. So are pip, setuptools and wheel, which belong to the environment.
+    Packages that were installed from a folder or a URL are not listed, because their version does
+    not identify them. pip, setuptools and wheel are not listed, either, because they belong to the
+    environment.
     """
     requirements = set()
     for folder in sys.path:
@@ -64,7 +68,7 @@ def list_packages() -> str:
 
 
 def _run_git(*arguments: str) -> str | None:
-    """Returns the output of a Git command; None if it fails."""
+    """Returns the output of a Git command, or None if the command fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         output = subprocess.check_output(
             ["git", *arguments], text=True, timeout=3, stderr=subprocess.DEVNULL

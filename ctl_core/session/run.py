@@ -1,4 +1,7 @@
-"""The run folder: runs/NAME/ with config.yaml, callbacks.py, train.log, metrics.jsonl, ckpt/, …"""
+"""Manages the folder of a run, runs/NAME/.
+
+The folder contains config.yaml, callbacks.py, train.log, metrics.jsonl, ckpt/ and other files.
+"""
 
 import contextlib
 import dataclasses
@@ -32,7 +35,7 @@ from ctl_core.session.provenance import find_provenance, list_packages
 
 
 class _LogHandler(logging.FileHandler):
-    """Writes the log. It does not report a full disk, because the next checkpoint does."""
+    """Writes the log. It does not report a full disk, because the next checkpoint reports it."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -41,18 +44,18 @@ class _LogHandler(logging.FileHandler):
 class Run:
     """The folder of one run, and the files that are written there during training.
 
-    In a cluster, only the chief writes them; the other processes have a log, such as worker-1.log.
-    The process that trains the run, in a cluster the chief, holds a lock until it closes the run or
-    ends in any way.
+    In a cluster, only the chief writes these files. Each other process writes only its own log,
+    such as worker-1.log. The process that trains the run (in a cluster, the chief) keeps a lock
+    until it closes the run or exits.
 
     Attributes:
-        path: runs/NAME
-        ckpt: its folder of checkpoints
-        config_file: the file with its settings
+        path: the absolute path of the folder runs/NAME
+        ckpt: the folder of the run's checkpoints
+        config_file: the file with the run's settings
         task: this process in its cluster
-        source: the checkpoint that the run starts from, or None
-        summaries: writes TensorBoard's files
-        listeners: are told of each event of the run once it is opened
+        source: the checkpoint from which the run starts, or None
+        summaries: the writer of TensorBoard's files
+        listeners: the listeners, which are notified of each event after the run is opened
         steps_taken: the number of steps that this process has trained
     """
 
@@ -64,20 +67,21 @@ class Run:
         reading: bool = False,
         listeners: Sequence[Listener | type[Listener]] = (),
     ) -> None:
-        """Creates and locks the folder of a run that is trained.
+        """Creates and locks the folder of the run, unless the run is only read.
 
         Args:
             config: the settings, which name the run
             task: this process in its cluster
-            note: for the run's entry in training_log.md
-            reading: whether the run is only read; then nothing is created or locked
-            listeners: further listeners
+            note: a note for the run's entry in training_log.md
+            reading: whether the run is only read. In this case, nothing is created or locked
+            listeners: additional listeners
 
         Raises:
-            SetupError: the run cannot start as the settings say, or another process is training it.
+            SetupError: the run cannot start with these settings, or another process is training it.
         """
         name = config.run_name or choose_run_name(Path(config.runs_dir))
-        self.path = Path(config.runs_dir).absolute() / name  # a hook may change the current folder
+        # The path is absolute, because a hook may change the current folder.
+        self.path = Path(config.runs_dir).absolute() / name
         self.ckpt = self.path / "ckpt"
         self.config_file = self.path / "config.yaml"
         self.task = task
@@ -109,7 +113,7 @@ class Run:
         """Locks the run.
 
         Raises:
-            SetupError: another process holds the lock, or its file cannot be written.
+            SetupError: another process has locked the run, or the lock file cannot be written.
         """
         try:
             lock = lock_run(self.path)
@@ -128,7 +132,7 @@ class Run:
         """Opens the log of this process.
 
         Raises:
-            SetupError: the log is a link, through which a file elsewhere would be written.
+            SetupError: the log is a symbolic link, so another file would be written instead.
         """
         name = "train.log" if self.task.chief else f"worker-{self.task.index}.log"
         path = self.path / name
@@ -158,10 +162,10 @@ class Run:
 
         Args:
             config: the settings
-            step: from which this process trains
-            hooks_file: the content of the file with the hooks; None if they are in no file
+            step: the step at which this process starts
+            hooks_file: the content of the file with the hooks; None if the hooks are not in a file
             devices: the devices of this process's replicas
-            compilation: whether steps are compiled, or why not
+            compilation: a phrase that says whether steps are compiled, or why they are not
         """
         write_config(config, self.config_file)
         provenance = json.dumps(find_provenance(devices, compilation), indent=2)
@@ -176,17 +180,23 @@ class Run:
         self.listeners.start(self.path, dataclasses.asdict(config), step)
 
     def end(self, reason: str) -> None:
-        """Tells the listeners how training ended: done, ended, stopped, diverged or failed."""
+        """Notifies the listeners that training has ended.
+
+        Args:
+            reason: how training ended: done, ended, stopped, diverged or failed
+        """
         self.listeners.tell("end", self._first_step + self.steps_taken, reason)
         has_trained = self.source is not None or self.steps_taken > 0
         if reason == "failed" and not has_trained:
-            # The run has not begun, so the corrected command may begin it with other settings.
+            # No step has been trained. Therefore, after the user has corrected the error, the run
+            # may start with other settings.
             self.config_file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Closes the summaries and the log, and releases the lock.
 
-        If the run has a generated name and failed before it began, its folder is removed.
+        If the name of the run was generated and the folder contains nothing but a log, the folder
+        is removed.
         """
         self.summaries.close()
         LOG.removeHandler(self._log)
@@ -206,7 +216,7 @@ class Run:
         self._release_lock()
 
     def _release_lock(self) -> None:
-        """Lets other processes train the run."""
+        """Releases the lock, so that other processes can train the run."""
         if self._lock is not None:
             release_run(self.path, self._lock)
             self._lock = None
@@ -214,16 +224,16 @@ class Run:
 
 @contextlib.contextmanager
 def open_session(run: Run, console: Console) -> Iterator[None]:
-    """Activates the run's console, and closes the console and the run however the run ends.
+    """Activates the console of a run, and closes the console and the run when the context ends.
 
-    A hook may open another run meanwhile, as ``ctl.load`` does: afterwards, the console that was
-    active before is active again.
+    A hook may open another run inside the context, for example with ``ctl.load``. Therefore, the
+    console that was active before is activated again at the end.
     """
     console_before = activate(console)
     step_of_summaries = tf.summary.experimental.get_step()
     try:
         yield
-    except KeyboardInterrupt:  # a second Ctrl-C, after which nobody wants to wait for listeners
+    except KeyboardInterrupt:  # after a second Ctrl-C, the user does not want to wait for listeners
         LOG.error("interrupted")
         raise
     except BaseException as error:

@@ -1,12 +1,12 @@
 """Watches training from a separate thread: reports when training hangs, and obeys signals.
 
-Python runs a signal handler only between two instructions of the main thread, so not before a graph
-call ends. A graph call that waits for data or for another process may never end. The thread
-therefore receives signals through ``signal.set_wakeup_fd``, and ends the process if the main thread
-cannot.
+Python runs a signal handler only between two instructions of the main thread. During a graph call,
+no handler runs, and a graph call that waits for data or for another process may never end.
+Therefore, the thread receives signals through ``signal.set_wakeup_fd``, and ends the process if the
+main thread cannot do so.
 
-The thread reads from the stack of the main thread what the training is doing, so steps and hooks do
-not become slower.
+To find out which operation is running, the thread reads the stack of the main thread. This does not
+make steps and hooks slower.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from ctl_core.run.console import LOG, Console
 from ctl_core.run.errors import NOT_THE_USERS, format_file_name
 from ctl_core.session.run import Run
 
-# How long the main thread may take to end after a second SIGINT (seconds).
+# The maximum time that the main thread may take to end after a second SIGINT (seconds).
 INTERRUPT_SECONDS = 5.0
-# The interval at which the thread checks what the training is doing (seconds).
+# The interval at which the thread checks the progress of training (seconds).
 _POLL = 1.0
-# How long to wait for the other processes of a cluster to report where they are (seconds).
+# The time to wait for the other processes of a cluster to report their operations (seconds).
 _ANSWER_SECONDS = 10.0
-# How long a process may take to report why it ends (seconds).
+# The maximum time that a process may take to report why it ends (seconds).
 _LAST_WORDS_SECONDS = 3.0
 
-# Kinds of places.
+# Values of ``Place.kind``.
 _GRAPH_CALL = "graph call"
 _EVALUATION = "evaluation"
 # The functions that trace or compile a graph.
@@ -59,12 +59,13 @@ _CHECKPOINT_FOLDER = str(Path(checkpoints.__file__).parent)
 
 
 class Place(NamedTuple):
-    """The operation that a training is executing.
+    """The operation that the training thread is running.
 
     Attributes:
-        kind: the kind of operation; times are compared between operations of the same kind
-        text: a description for messages, with the line of a hook
-        is_checkpoint: whether a checkpoint is written or read, which must not be interrupted
+        kind: the kind of operation. Durations are compared between operations of the same kind
+        text: a description for messages; for a hook, it includes the source line
+        is_checkpoint: whether the operation writes or reads a checkpoint, and must therefore not be
+            interrupted
     """
 
     kind: str
@@ -75,14 +76,14 @@ class Place(NamedTuple):
 class Watch:
     """Watches the thread that enters this context, until it leaves the context.
 
-    If no step, evaluation batch or checkpoint ends for ``stall_seconds``, a line says where the
-    training is. Tracing and compiling do not count, and an operation that has taken long before may
-    take twice as long before it is reported. In a cluster, the line also says where the other
-    processes are.
+    If no step, evaluation batch or checkpoint ends for ``stall_seconds``, the thread prints a line
+    that names the current operation. In a cluster, the line also names the operations of the other
+    processes. The time limit does not apply to tracing and compiling. For other operations, the
+    limit is at least twice the duration of the longest earlier operation of the same kind.
 
     After a second SIGINT, the process ends even if a graph call blocks the main thread. After a
-    SIGTERM, the process ends if the current operation exceeds the same time limit, except while a
-    checkpoint is written.
+    SIGTERM, the process ends if the current operation exceeds the same time limit. Checkpoints are
+    never interrupted by a SIGTERM.
 
     Attributes:
         step: the last step of the last graph call, which is the same on all processes
@@ -95,10 +96,10 @@ class Watch:
 
         Args:
             run: the run that is trained
-            console: prints the reports
-            signals: records the signals; its context has been entered
+            console: the console that prints the reports
+            signals: the object that records signals. Its context must have been entered
             task: this process in its cluster
-            stall_seconds: the time after which training counts as hanging; 0: no limit
+            stall_seconds: the time after which training is reported as hanging; 0 means no limit
         """
         self.step = 0
         self._run = run
@@ -111,14 +112,14 @@ class Watch:
         self._sender: socket.socket
         self._receiver: socket.socket
         self._receives_signals = False
-        self._watched = 0  # identifies the thread that trains
+        self._watched = 0  # the identifier of the thread that trains
         self._arrivals: dict[int, float] = {}  # the time of the first signal of each number
-        self._end_at = float("inf")  # when the process ends because of a second SIGINT
-        self._longest: dict[str, float] = {}  # the longest time in each kind of place (seconds)
+        self._end_at = float("inf")  # the time at which a second SIGINT ends the process
+        self._longest: dict[str, float] = {}  # the longest duration by ``Place.kind`` (seconds)
         self._place: Place | None = None
         self._seen = 0  # the value of ``_ended`` at the last check
         self._last_end = 0.0  # the time of the check that last found a change of ``_ended``
-        self._since = 0.0  # when the training entered its current place
+        self._since = 0.0  # the time at which the current operation started
         self._is_reported = False
 
     def __enter__(self) -> Watch:
@@ -132,7 +133,7 @@ class Watch:
             descriptor = self._sender.fileno()
             before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
             self._receives_signals = before == -1
-            if not self._receives_signals:  # used already, for instance by a notebook's event loop
+            if not self._receives_signals:  # a notebook's event loop already receives the signals
                 signal.set_wakeup_fd(before)
         self._tell_limit()
         if self._receives_signals or self._stall_seconds:
@@ -147,7 +148,7 @@ class Watch:
     ) -> None:
         if self._receives_signals:
             signal.set_wakeup_fd(-1)
-        self._sender.close()  # ends the thread
+        self._sender.close()  # the thread ends when this socket is closed
         if self._thread.is_alive():
             self._thread.join(self._poll)
         else:
@@ -165,7 +166,7 @@ class Watch:
         return min(_POLL, self._stall_seconds / 4)
 
     def _watch(self) -> None:
-        """Receives signals, and checks what the training is doing, until the sender is closed."""
+        """Receives signals and checks the progress of training, until the sender is closed."""
         while True:
             with contextlib.suppress(TimeoutError):
                 numbers = self._receiver.recv(64)
@@ -190,12 +191,12 @@ class Watch:
             self._end_at = min(self._end_at, now + INTERRUPT_SECONDS)
 
     def _tell_limit(self) -> None:
-        """Sets how long the process waits after a SIGTERM, for the line that announces it."""
+        """Sets the waiting time after a SIGTERM, which the announcement of the signal mentions."""
         if self._receives_signals:
             self._signals.patience = self._find_limit(self._place)
 
     def _obey(self, now: float) -> None:
-        """Ends the process if the main thread does not obey a signal."""
+        """Ends the process if the main thread does not react to a signal in time."""
         if now > self._end_at:
             self._end_process(signal.SIGINT, "interrupted")
         terminated_at = self._arrivals.get(signal.SIGTERM)
@@ -210,15 +211,15 @@ class Watch:
                 where = f"; this process was {place.text}"
             self._end_process(
                 signal.SIGTERM,
-                f"SIGTERM: nothing ended within {limit:.0f} s{where}; it ends unsaved, and the run "
-                "goes on from its last checkpoint.",
+                f"SIGTERM: nothing ended within {limit:.0f} s{where}; this process ends "
+                "without saving, and the run resumes from its last checkpoint.",
             )
 
     def _end_process(self, number: int, text: str) -> None:
         """Reports why this process ends, and ends it without saving."""
         last_words = threading.Thread(target=self._say_last_words, args=(text,), daemon=True)
         last_words.start()
-        last_words.join(_LAST_WORDS_SECONDS)  # the report itself may be blocked, too
+        last_words.join(_LAST_WORDS_SECONDS)  # does not wait longer, because the report may block
         os._exit(128 + number)
 
     def _say_last_words(self, text: str) -> None:
@@ -250,7 +251,12 @@ class Watch:
         self._obey(now)
 
     def _leave_place(self, place: Place | None, now: float) -> None:
-        """Records how long the training was in its place, and that it has entered another one."""
+        """Records the duration of the last operation, and the start of the next one.
+
+        Args:
+            place: the next operation
+            now: the current time
+        """
         if self._place is not None:
             kind = self._place.kind
             self._longest[kind] = max(self._longest.get(kind, 0.0), now - self._since)
@@ -260,30 +266,30 @@ class Watch:
         self._tell_limit()
 
     def _find_limit(self, place: Place | None) -> float:
-        """Returns how long a place may last before it is reported (seconds)."""
+        """Returns how long an operation may take before it is reported (seconds)."""
         if place is None:
             return self._stall_seconds
         return max(self._stall_seconds, 2 * self._longest.get(place.kind, 0.0))
 
     def _find_place(self) -> Place | None:
-        """Returns where the training is; None if it traces or compiles, or if that is unknown."""
+        """Returns the operation that the training thread is running; see ``find_place``."""
         frame = sys._current_frames().get(self._watched)
         return find_place(frame, has_peers=self._task.processes > 1)
 
     def _report(self, place: Place, seconds: float) -> None:
-        """Prints where the training is, and in a cluster where the other processes are."""
+        """Prints the current operation and, in a cluster, the operations of the other processes."""
         step = self.step
         where = place.text
         if place.kind in (_GRAPH_CALL, _EVALUATION):
             where += self._describe_threads()
         others = self._ask_others(step, place.text)
         self._console.warn(
-            f"step {step}: for {seconds:.0f} s, no step, batch of an evaluation or checkpoint has "
-            f"ended; this process is {where}{others}."
+            f"step {step}: nothing has ended for {seconds:.0f} s (no step, evaluation batch or "
+            f"checkpoint); this process is {where}{others}."
         )
 
     def _describe_threads(self) -> str:
-        """Returns the lines of the user's code that other threads run, such as a generator's."""
+        """Returns the lines of the user's code that other threads run, for example a generator."""
         lines = []
         for thread, frame in sys._current_frames().items():
             if thread not in (self._watched, threading.get_ident()):
@@ -294,12 +300,17 @@ class Watch:
         return f"; other threads are in {shown}"
 
     def _ask_others(self, step: int, text: str) -> str:
-        """Tells the other processes where this one is; returns where they are."""
+        """Publishes the operation of this process, and returns those of the other processes.
+
+        Args:
+            step: the number of the last step
+            text: the description of this process's operation
+        """
         task = self._task
         if task.processes == 1:
             return ""
         answers = []
-        # A process may be gone, or this one may have published the same key before.
+        # An error means that a process is gone, or that this process has already published the key.
         with contextlib.suppress(tf.errors.OpError):
             publish(f"ctl_core/stall/{step}/{task.index}", json.dumps(text))
             until = time.monotonic() + _ANSWER_SECONDS
@@ -308,7 +319,7 @@ class Watch:
                     continue
                 left = max(until - time.monotonic(), 0.1)
                 answer = read_published(f"ctl_core/stall/{step}/{index}", left)
-                where = "has not said where it is"
+                where = "at an unknown place"
                 if answer is not None:
                     where = f"is {json.loads(answer)}"
                 answers.append(f"; {task.describe(index)} {where}")
@@ -322,10 +333,10 @@ def _list_tracing() -> frozenset[object]:
 
 
 def find_place(frame: FrameType | None, has_peers: bool) -> Place | None:
-    """Returns where a training is, or None if that is unknown.
+    """Returns the operation that the training thread is running, or None if it is unknown.
 
-    The place is unknown while a graph is traced or compiled, and in code that ``_recognize`` does
-    not list.
+    The operation is unknown while a graph is traced or compiled, and if the stack contains no
+    function that ``_recognize`` supports.
 
     Args:
         frame: the innermost frame of the thread that trains
@@ -334,7 +345,7 @@ def find_place(frame: FrameType | None, has_peers: bool) -> Place | None:
     waits = "computes or waits for data"
     if has_peers:
         waits = "computes, or waits for data or for another process"
-    lines: list[tuple[str, int]] = []  # of all frames so far, outermost first
+    lines: list[tuple[str, int]] = []  # the lines of all frames so far, outermost first
     while frame is not None:
         lines.insert(0, (frame.f_code.co_filename, frame.f_lineno))
         if _is_tracing(frame):
@@ -347,7 +358,7 @@ def find_place(frame: FrameType | None, has_peers: bool) -> Place | None:
 
 
 def _is_tracing(frame: FrameType) -> bool:
-    """Returns whether a function traces a graph, or calls one that may have to be compiled."""
+    """Returns whether a frame traces a graph, or calls a graph that may have to be compiled."""
     if frame.f_code is StepFunctions.take_steps.__code__:
         functions: StepFunctions = frame.f_locals["self"]
         return functions.may_compile
@@ -355,12 +366,12 @@ def _is_tracing(frame: FrameType) -> bool:
 
 
 def _recognize(frame: FrameType, lines: list[tuple[str, int]], waits: str) -> Place | None:
-    """Returns the place that the function of a frame corresponds to, or None.
+    """Returns the operation that the function of a frame performs, or None if it is unknown.
 
     Args:
         frame: the frame of a function
-        lines: the files and lines of this frame and of all frames within it, outermost first
-        waits: the words that describe what a graph call does
+        lines: the files and lines of this frame and of all frames that it called, outermost first
+        waits: the phrase that describes a graph call in messages
     """
     code = frame.f_code
     if code is Hook.__call__.__code__:
@@ -391,8 +402,8 @@ def _find_users_line(frame: FrameType | None) -> str | None:
 
 
 def _forget_wakeup() -> None:
-    """Prevents a forked process from passing its signals on to this one."""
-    with contextlib.suppress(ValueError):  # not in the main thread
+    """Prevents a forked process from passing the signals that it receives on to its parent."""
+    with contextlib.suppress(ValueError):  # ``set_wakeup_fd`` fails outside of the main thread
         signal.set_wakeup_fd(-1)
 
 

@@ -1,7 +1,8 @@
-"""What ``make prove`` trains, as hooks: a small CNN on digits, shuffled and moved at random.
+"""The hooks of the program of ``make prove``: a small CNN on digits with random augmentation.
 
-peers.py takes model, data and loss from here. The ids of a step's examples, which a batch holds
-beside the labels, are written down; ``PROOF`` is the path of an attempt's files without suffix.
+peers.py uses the same model, data and loss. A batch contains an id for each example. Each step
+writes the ids of its examples to a file. The environment variable ``PROOF`` is the path of the
+files of an attempt, without the suffix.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tensorflow as tf
 from ctl_core.data import with_seeds
 
 DIGITS = Path(__file__).parents[2] / "{{cookiecutter.project_slug}}/data/digits.npz"
-BATCH, BATCHES, EPOCHS = 64, 22, 12  # BATCHES to an epoch
+BATCH, BATCHES, EPOCHS = 64, 22, 12  # BATCHES: per epoch
 EXAMPLES = BATCH * BATCHES
 STEPS = BATCHES * EPOCHS
 RATE = 0.003
@@ -30,14 +31,14 @@ SAVE_EVERY = 7
 
 
 def move(example: Any, seed: tf.Tensor) -> Any:
-    """Moves an image by a pixel at most in each direction, and makes it darker or brighter."""
+    """Shifts an image by at most one pixel in each direction, and changes its brightness."""
     image, target = example
     image = tf.image.stateless_random_crop(tf.pad(image, [[1, 1], [1, 1], [0, 0]]), (8, 8, 1), seed)
     return tf.image.stateless_random_brightness(image, 0.2, seed), target
 
 
 def create_dataset(global_batch_size: int) -> tf.data.Dataset:
-    """Endless batches of images, and of pairs of a label and an id."""
+    """Returns endless batches (images, targets); a target is a label and an id."""
     with np.load(DIGITS) as file:
         rows = file["train"][:EXAMPLES]
         images = file["images"][rows, :, :, np.newaxis].astype(np.float32) / 16
@@ -47,9 +48,9 @@ def create_dataset(global_batch_size: int) -> tf.data.Dataset:
 
 
 def create_model() -> keras.Model:
-    """Two residual blocks, with Dropout and batch normalization if ``NOISY`` is in the environment.
+    """Creates a network of two residual blocks; its initial weights are always the same.
 
-    Weights begin alike everywhere.
+    If the environment variable ``NOISY`` is set, it has Dropout and batch normalization.
     """
     seeds = iter(range(4))
     is_noisy = "NOISY" in os.environ
@@ -91,7 +92,7 @@ def update_pre(gradients: Any) -> Any:
 
 
 def write_ids(step: int, epoch: int, ids: Sequence[Any], norm: float = 0.0) -> None:
-    """Says which examples a step has used; then waits a little, so that a kill comes in time."""
+    """Writes the ids of a step's examples; then waits a little, to leave time for a kill."""
     with open(os.environ["PROOF"] + ".ids", "a") as file:
         file.write(json.dumps([step, epoch, np.concatenate(ids).tolist(), norm]) + "\n")
     time.sleep(float(os.environ.get("PAUSE", 0)))

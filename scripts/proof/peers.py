@@ -1,18 +1,20 @@
-"""The same training by Keras ``fit``, and by a loop as TensorFlow's guides have it.
+"""The program of ``make prove`` trained by Keras ``fit``, and by the loop of TensorFlow's guides.
 
-``python -m scripts.proof.peers fit 2 epoch`` is one attempt on two devices: it goes on with what
-it finds in the folder where it runs.
+``python -m scripts.proof.peers fit 2 epoch`` makes one attempt on two devices. It resumes from the
+checkpoints that it finds in the current folder.
 
-Both do as their documentation says, with the model, data and seeds of callbacks.py. On one device
-they train the weights of ctl_core, bit for bit. Otherwise they differ, since
+Both peers follow the documentation of Keras and TensorFlow, with the model, data and seeds of
+callbacks.py. On one device, they train the same weights as ctl_core, bit for bit. In other cases,
+their weights differ, for these reasons:
 
-- Keras clips the gradients of each replica before they are summed; unclipped, the loop on two
-  devices is off by 3e-6;
-- on several devices, ``fit`` begins the data once more to build the model, so that a shuffle has
-  another order then, and it cannot build it of batches that do not divide;
-- a killed ``fit`` begins the data anew, and the epoch, too, if it is saved within one; it has
-  ``double_checkpoint``, as a kill may damage the file that is being written;
-- a loop on several devices cannot save its iterator; without it, it begins the data anew.
+- Keras clips the gradients of each replica before they are summed. Without clipping, the weights of
+  the loop on two devices differ by 3e-6.
+- On several devices, ``fit`` reads the data once to build the model, so that the next shuffle has
+  another order. It cannot build the model if the devices do not divide the batch evenly.
+- After a kill, ``fit`` reads the data from the start. If it was saved within an epoch, it also
+  starts this epoch again. ``double_checkpoint`` is set, because a kill may damage the file that is
+  being written.
+- A loop on several devices cannot save its iterator, so it reads the data from the start, too.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from scripts.proof.callbacks import BATCH, BATCHES, EXAMPLES, SAVE_EVERY, write_
 
 
 class Counts(keras.metrics.Metric):
-    """How often each example was used since the epoch began."""
+    """Counts how often each example was used since the beginning of the epoch."""
 
     def __init__(self) -> None:
         super().__init__(name="counts")
@@ -45,7 +47,7 @@ class Counts(keras.metrics.Metric):
 
 
 class WriteIds(keras.callbacks.Callback):
-    """Writes down the examples of each batch."""
+    """Writes the ids of the examples of each batch."""
 
     def __init__(self, counts: Counts) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class WriteIds(keras.callbacks.Callback):
 
 
 def fit(strategy: tf.distribute.Strategy, save: str, micro_batches: int) -> None:
-    """Keras' ``fit`` with ``BackupAndRestore``, each epoch or every few steps."""
+    """Trains with ``fit``; ``BackupAndRestore`` saves after each epoch or every few steps."""
     counts = Counts()
     with strategy.scope():
         model = program.create_model()
@@ -87,7 +89,7 @@ def fit(strategy: tf.distribute.Strategy, save: str, micro_batches: int) -> None
 
 
 def loop(strategy: tf.distribute.Strategy, save: str, micro_batches: int) -> None:
-    """A loop with ``CheckpointManager``, which may save the iterator, too."""
+    """Trains with a loop; a ``CheckpointManager`` saves, with or without the iterator."""
     with strategy.scope():
         model = program.create_model()
         optimizer = keras.optimizers.Adam(program.RATE, global_clipnorm=program.CLIP)
@@ -126,7 +128,14 @@ def loop(strategy: tf.distribute.Strategy, save: str, micro_batches: int) -> Non
 
 
 def main(who: str, devices: int, save: str, micro_batches: int = 1) -> None:
-    """Makes as many devices of the CPU, and a strategy; in a cluster that of all processes."""
+    """Splits the CPU into devices, creates the strategy, and trains.
+
+    Args:
+        who: ``fit`` or ``loop``
+        devices: the number of devices
+        save: when ``fit`` saves, or the objects that the loop saves
+        micro_batches: the number of micro-batches of ``fit``
+    """
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * devices,

@@ -1,5 +1,8 @@
-"""The file to edit: create_dataset, create_model and create_loss are to be written. A hook names
-only the arguments that it uses; `python -m ctl_core hooks` lists hooks and arguments.
+"""EDIT THIS FILE: all hooks. Write the three that are required; the others have defaults.
+
+The engine calls these functions, the *hooks*, by name, and passes the arguments that they declare.
+A hook may declare more arguments than it does here: `python -m ctl_core hooks NAME` lists them.
+After an edit, `./train.sh --check` tries every hook in about half a minute.
 """
 
 import keras
@@ -7,63 +10,78 @@ import tensorflow as tf
 
 import ctl_core as ctl
 
-# Required. Random changes of examples take seeds from ctl.data.with_seeds, after the shuffle: a
-# resumed run sees the same examples.
+# ---- Required: remove the # and write your own ---------------------------------------------------
+
+
+# The training data, one pass, which the engine repeats. Each process of a cluster reads all of the
+# data and takes its rows of each batch.
 #
-# def create_dataset(global_batch_size):
-#     """Reads the training data once; the engine repeats it."""
-#     examples = tf.data.Dataset.from_tensor_slices((inputs, targets)).shuffle(1000)
-#     return examples.batch(global_batch_size, drop_remainder=True)
+# def create_dataset(global_batch_size, config):
+#     examples = tf.data.Dataset.from_tensor_slices((inputs, targets))
+#     return examples.shuffle(1000, seed=config.seed).batch(global_batch_size)
 
 
-# Without this hook there is no evaluation.
+# The model, built under the strategy's scope.
 #
-# def create_eval_dataset(global_batch_size):
-#     """Reads the evaluation data once."""
-#     return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(global_batch_size)
-
-
-# Required.
-#
-# def create_model():
-#     """Builds a Keras model, or returns any callable: output = train_model(inputs)."""
-#     hidden = keras.layers.Dense(64, activation="relu")
+# def create_model(hparams):
+#     hidden = keras.layers.Dense(hparams["width"], activation="relu")
 #     return keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(1)])
 
 
-# Required. The engine divides the sum of the losses by the global batch size.
+# The loss, one number per example or their sum. The engine divides the sum by the global batch
+# size, so never return a mean.
 #
 # def create_loss():
-#     """Returns the loss of (output, target): one number per example, never a mean."""
 #     loss = keras.losses.MeanSquaredError(reduction="none")
-#     return lambda pair: loss(pair[1], pair[0])
+#     return lambda pair: loss(pair[1], pair[0])  # pair: output and target
 
 
-def create_metrics():
-    """Returns the Keras metrics of an evaluation by name, such as {"auc": keras.metrics.AUC()}."""
-    return {}
-
-
-# ---- Below stand the defaults: change them, or delete them, which changes nothing ---------------
+# ---- Optional: code is the default, so deleting it changes nothing; comments are examples --------
 
 
 def make_batches(dataset):
-    """Makes a last change to the repeated dataset, before the replicas get their shares."""
+    """Returns the dataset, which repeats endlessly, as it is."""
     return dataset
 
 
 def count_examples(batch):
-    """Counts the examples of a batch. In graphs or point sets: tf.shape(labels)[0]."""
+    """Returns the number of rows. Of graphs, it would be tf.shape(labels)[0]."""
     return ctl.leading_dimension(batch)
 
 
+# The model that evaluation, prediction and export use in place of train_model. Default: the value
+# of create_model.
+#
+# def create_eval_model(train_model):
+#     average = keras.models.clone_model(train_model)
+#     average.set_weights(train_model.get_weights())
+#     return average
+
+
+# The model that load, predict and export use. Default: the model that is evaluated.
+#
+# def create_inference_model(model):
+#     return lambda inputs: tf.nn.softmax(model(inputs))
+
+
+# Turns a client's request into the model's input. Default: input_pre, applied to the part of a
+# batch that it uses.
+#
+# @tf.function(input_signature=[tf.TensorSpec([None], tf.string)])
+# def serve(inputs):
+#     return tf.io.decode_raw(inputs, tf.uint8, fixed_length=128)
+
+
 def create_opt(lr):
-    """Creates the optimizer. SGD(lr * 0.1) works, too, and host hooks may call lr.assign(0.01)."""
+    """Creates the optimizer.
+
+    lr is an object, not a number: SGD(lr * 0.1) works, and host hooks may call lr.assign(0.01).
+    """
     return keras.optimizers.Nadam(learning_rate=lr, epsilon=0.001)
 
 
 def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss, config):
-    """Says what a checkpoint holds, and how many checkpoints are kept."""
+    """Returns what a checkpoint holds, and a manager, which keeps the newest."""
     ckpt = tf.train.Checkpoint(
         step=step, lr=lr, optimizer=optimizer, train_model=train_model, train_loss=train_loss
     )
@@ -71,26 +89,26 @@ def create_ckpt(ckpt_path, step, lr, optimizer, train_model, train_loss, config)
 
 
 def input_pre(batch):
-    """Returns the model's input, from a batch (inputs, targets) or (inputs, targets, weights)."""
+    """Returns the inputs of (inputs, targets) or (inputs, targets, weights)."""
     inputs, _, _ = ctl.unpack(batch)
     return inputs
 
 
 def loss_pre(output, batch):
-    """Returns the argument of train_loss."""
+    """Returns the argument of train_loss: the output and the targets."""
     _, target, _ = ctl.unpack(batch)
     return output, target
 
 
-# By default the sum of the losses is divided by the number of examples. Per token it would be:
+# The number that the summed loss is divided by, in training and evaluation. Default: the number of
+# examples.
 #
 # def batch_weight(batch):
-#     """Returns what the sum of the losses is divided by."""
-#     return tf.reduce_sum(batch["mask"])
+#     return tf.reduce_sum(tf.cast(batch[0] != 0, tf.float32))  # tokens that are not padding
 
 
 def grad_pre(loss, batch, train_model):
-    """Returns the loss of each example, terms that do not depend on the batch, and variables."""
+    """Returns the loss per example, the regularization, and the variables."""
     return (
         ctl.weighted(loss, batch),
         ctl.regularization(train_model),
@@ -99,27 +117,65 @@ def grad_pre(loss, batch, train_model):
 
 
 def update_pre(gradients):
-    """Returns the gradients to apply and those to display; they are summed over all replicas."""
+    """Returns the gradients to apply, which are clipped, and those to show."""
+    # They are sums over all replicas.
     gradients = [ctl.nan_to_zero(gradient) for gradient in gradients]
     clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
     return clipped, gradients
 
 
+# Runs after each update, on each replica and its own variables. Default: nothing is done.
+#
+# def update_post(train_model, eval_model):
+#     for average, weight in zip(eval_model.variables, train_model.variables, strict=True):
+#         average.assign(0.999 * average + 0.001 * weight)
+
+
+# Objectives that are trained in turns. Default: one forward pass, then all objectives at once.
+#
+# turns = 3 * ["critic"] + ["generator"]
+
+
+def create_train_metrics():
+    """Returns Keras metrics by name, such as {"mean": keras.metrics.Mean()}."""
+    return {}
+
+
+# The arguments of the train metrics' update_state. Default: metric_pre; of a dict that it returns,
+# the values for the train metrics.
+#
+# def train_metric_pre(loss):
+#     return {"mean_loss": loss}
+
+
 @ctl.deferred
 def print_step(step):
-    """Shows the step. Deferred: it only looks on, and so the engine does not leave the graph."""
+    """Shows the step. Deferred: it only observes, so training does not wait."""
     ctl.show_step(step)
 
 
 def print_loss(step, loss):
-    """Prints the loss, and writes it to TensorBoard and metrics.jsonl."""
+    """Prints the loss, and writes it to metrics.jsonl and TensorBoard."""
     ctl.report(step, loss=loss)
 
 
-# {N: function or list of functions}: after every N-th step, and once after step N, on the host and
-# in every process. What writes a file asks chief first, a bool; checkpoints keep the dict state.
+# {N: function or list of functions}, run after every N-th step.
 every_steps = {1: print_step, 10: print_loss}
+
+
+# {N: function or list of functions}, run once after step N.
 at_step = {}
+
+
+# The evaluation data, one pass. Default: no evaluation.
+#
+# def create_eval_dataset(global_batch_size):
+#     return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(global_batch_size)
+
+
+def create_metrics():
+    """Returns Keras metrics by name, such as {"auc": keras.metrics.AUC()}."""
+    return {}
 
 
 def metric_pre(output, batch):
@@ -129,5 +185,20 @@ def metric_pre(output, batch):
 
 
 def eval_pre(loss, batch, train_model):
-    """Returns the loss that an evaluation reports, and terms that do not depend on the batch."""
+    """Returns the loss per example of an evaluation, and the regularization."""
     return ctl.weighted(loss, batch), ctl.regularization(train_model)
+
+
+# A function or a list of functions, run after each evaluation. Default: nothing is done.
+#
+# def after_eval(metrics, lr):
+#     if metrics["loss"] > 1.0:
+#         lr.assign(lr * 0.5)
+
+
+# A function or a list of functions, run once after training has ended and everything is saved.
+# Default: nothing is done.
+#
+# def at_end(reason, metrics, chief):
+#     if chief:
+#         print(f"{reason}: {metrics}")

@@ -1,5 +1,13 @@
-"""CIFAR-10 by a VGG-style network: a layer of its own, augmentation, momentum, weight decay of
-kernels only, smoothed labels. All hooks and their defaults: `python -m ctl_core hooks`.
+"""EDIT THIS FILE: a VGG-style network learns to classify the pictures of CIFAR-10.
+
+It shows augmentation that a resumed run repeats, a layer of your own, momentum, weight decay of the
+kernels only, and smoothed labels.
+
+    required:   create_dataset, create_model, create_loss
+    used here:  create_eval_dataset, input_pre, create_opt, create_metrics
+
+`python -m ctl_core hooks` lists all hooks, and `python -m ctl_core hooks create_opt` explains one.
+After an edit, `./train.sh --check` tries every hook in about half a minute.
 """
 
 import functools
@@ -13,48 +21,70 @@ import ctl_core as ctl
 
 # ---- Data ---------------------------------------------------------------------------------------
 
-# As its authors publish it, with its checksum: another file is refused. Downloaded once, to
-# ~/.keras/datasets/cifar-10; without a network, put it there yourself.
+# The archive of the data set's authors, and its checksum: a file that differs is rejected. It is
+# downloaded once, to ~/.keras/datasets/cifar-10. Without a network, put it there.
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
-MEAN, DEVIATION = [125.3, 123.0, 113.9], [63.0, 62.1, 66.7]  # of red, green and blue in training
+FILES = {
+    "train": [f"data_batch_{number}.bin" for number in range(1, 6)],
+    "test": ["test_batch.bin"],
+}
+
+# Of red, green and blue in the training pictures.
+MEAN = [125.3, 123.0, 113.9]
+DEVIATION = [63.0, 62.1, 66.7]
 
 
 @functools.cache
-def load_pictures(part):
-    """Returns the pictures of train or test, uint8 [n, 32, 32, 3], and labels, int64 [n]."""
-    names = ["test_batch"] if part == "test" else [f"data_batch_{i}" for i in range(1, 6)]
-    content = b""
+def load_pictures(split):
+    """Returns the pictures, uint8 [n, 32, 32, 3], and the labels, int64 [n].
+
+    Args:
+        split: "train" or "test"
+    """
     path = keras.utils.get_file(origin=URL, file_hash=SHA256, cache_subdir="datasets/cifar-10")
+    content = b""
     with tarfile.open(path) as archive:
-        for name in names:
-            file = archive.extractfile(f"cifar-10-batches-bin/{name}.bin")
-            assert file, f"{name}.bin is no file"
+        for name in FILES[split]:
+            file = archive.extractfile(f"cifar-10-batches-bin/{name}")
+            assert file is not None, f"{name} is not a file"
             content += file.read()
+
+    # A record is a label, and then all red, all green and all blue pixels.
     records = np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
-    pictures = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return tf.constant(pictures), tf.constant(records[:, 0], tf.int64)
+    labels = records[:, 0]
+    planes = records[:, 1:].reshape(-1, 3, 32, 32)
+    pictures = planes.transpose(0, 2, 3, 1)
+    return tf.constant(pictures), tf.constant(labels, tf.int64)
 
 
 def augment(picture, seed):
-    """Cuts out another part of a picture in each pass, mirrored or not."""
-    # Stateless: the change follows from a seed, which depends on the example's place in the run. So
-    # a resumed run sees the same pictures, on any number of devices.
+    """Shifts a picture by up to four pixels, and mirrors half of them.
+
+    The changes are stateless: they follow from a seed, which depends on the place of the example in
+    the run. So a resumed run sees the same pictures, on any number of devices.
+    """
     padded = tf.pad(picture, [[4, 4], [4, 4], [0, 0]])
-    cut_out = tf.image.stateless_random_crop(padded, [32, 32, 3], seed)
-    return tf.image.stateless_random_flip_left_right(cut_out, seed + 1)
+    shifted = tf.image.stateless_random_crop(padded, [32, 32, 3], seed)
+    return tf.image.stateless_random_flip_left_right(shifted, seed + 1)
 
 
 def create_dataset(global_batch_size, config):
-    """Shuffles all pictures anew in each pass, without end; 390 steps are a pass."""
-    # Shuffled are the pictures' numbers, by a function of how many came before: a checkpoint holds
-    # that count, and no buffer.
+    """Shuffles all pictures in each pass of 390 steps, without end.
+
+    The shuffle is a function of the number of examples before. So a checkpoint holds that number,
+    and no buffer of pictures.
+    """
     pictures, labels = load_pictures("train")
+
+    def augment_pair(picture_and_seed):
+        picture, seed = picture_and_seed
+        return augment(picture, seed)
 
     def look_up(numbers, seeds):
         pairs = (tf.gather(pictures, numbers), seeds)
-        changed = tf.map_fn(lambda pair: augment(*pair), pairs, fn_output_signature=tf.uint8)
-        return changed, tf.gather(labels, numbers)
+        augmented = tf.map_fn(augment_pair, pairs, fn_output_signature=tf.uint8)
+        return augmented, tf.gather(labels, numbers)
 
     shuffled = ctl.data.index_shuffle_with_seeds(len(pictures), global_batch_size, config.seed)
     return shuffled.map(look_up, tf.data.AUTOTUNE)
@@ -66,7 +96,7 @@ def create_eval_dataset(global_batch_size):
 
 
 def input_pre(batch):
-    """Scales the pictures. It is exported with the model: a client sends them as bytes."""
+    """Scales the pictures. An exported model does so, too: clients send them as bytes."""
     pictures, _ = batch
     return (tf.cast(pictures, tf.float32) - MEAN) / DEVIATION
 
@@ -75,10 +105,10 @@ def input_pre(batch):
 
 
 class MixedPooling(keras.layers.Layer):
-    """Halves height and width by a learnt mixture of the mean and the maximum (Lee et al., 2016).
+    """Halves height and width by a learned mixture of mean and maximum (Lee et al., 2016).
 
-    A layer of your own has nothing to register: a checkpoint holds its weights, and an exported
-    model its computation, so that whoever loads that needs none of this code.
+    A layer of your own need not be registered: a checkpoint holds its weights, and an exported
+    model its computation, so that whoever loads the model needs none of this code.
     """
 
     def build(self, input_shape):
@@ -86,58 +116,68 @@ class MixedPooling(keras.layers.Layer):
 
     def call(self, inputs):
         share = tf.sigmoid(self.mixture)
-        highest = tf.nn.max_pool2d(inputs, 2, 2, "VALID")
-        return share * highest + (1.0 - share) * tf.nn.avg_pool2d(inputs, 2, 2, "VALID")
+        maximum = tf.nn.max_pool2d(inputs, 2, 2, "VALID")
+        mean = tf.nn.avg_pool2d(inputs, 2, 2, "VALID")
+        return share * maximum + (1.0 - share) * mean
 
 
 def create_model(hparams):
-    """Builds a VGG-like network with batch normalization and mixed pooling."""
-    # Without synchronized=True, the mean in a batch normalization would be that of the replica's
-    # own examples, and would depend on the number of devices.
+    """Builds six convolutions with batch normalization, in three blocks of two."""
     layers = [keras.Input((32, 32, 3))]
     for filters in (hparams["width"], 2 * hparams["width"], 4 * hparams["width"]):
         for _ in range(2):
             layers += [
                 keras.layers.Conv2D(filters, 3, padding="same", use_bias=False),
+                # Not synchronized, a device would use the mean of its own examples, so that the
+                # result would depend on the number of devices.
                 keras.layers.BatchNormalization(synchronized=True),
                 keras.layers.ReLU(),
             ]
         layers.append(MixedPooling())
-    return keras.Sequential(
-        [*layers, keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
-    )
+    layers += [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
+    return keras.Sequential(layers)
 
 
 # ---- Loss, optimizer, metrics -------------------------------------------------------------------
 
 
 def create_loss(hparams):
-    """Returns a loss that trains on smoothed labels and evaluates on plain ones."""
-    # The engine passes `training` to a loss that names it, and divides the sum over the examples
-    # by the global batch size.
-    options = {"from_logits": True, "reduction": "none"}
-    smoothed = keras.losses.CategoricalCrossentropy(label_smoothing=hparams["smoothing"], **options)
-    plain = keras.losses.CategoricalCrossentropy(**options)
+    """Returns a loss function that smooths the labels in training, but not in an evaluation.
 
-    def train_loss(loss_input, training):
-        logits, label = loss_input
-        return (smoothed if training else plain)(tf.one_hot(label, 10), logits)
+    The engine passes `training` to a loss function that declares it.
+    """
+    smoothed = keras.losses.CategoricalCrossentropy(
+        from_logits=True, label_smoothing=hparams["smoothing"], reduction="none"
+    )
+    plain = keras.losses.CategoricalCrossentropy(from_logits=True, reduction="none")
+
+    def train_loss(output_and_label, training):
+        output, label = output_and_label
+        target = tf.one_hot(label, 10)
+        if training:
+            return smoothed(target, output)
+        return plain(target, output)
 
     return train_loss
 
 
 def create_opt(lr, train_model, hparams):
-    """Returns an optimizer for each group of variables: only kernels decay. Both follow lr."""
-    kernels = [v for v in train_model.trainable_variables if v.name == "kernel"]
-    others = [v for v in train_model.trainable_variables if v.name != "kernel"]
-    momentum = {"momentum": 0.9, "nesterov": True}
-    return [
-        (keras.optimizers.SGD(lr, weight_decay=hparams["decay"], **momentum), kernels),
-        (keras.optimizers.SGD(lr, **momentum), others),
-    ]
+    """Creates an optimizer for each group of variables: only kernels decay. Both follow lr."""
+    kernels = []
+    others = []
+    for variable in train_model.trainable_variables:
+        group = kernels if variable.name == "kernel" else others
+        group.append(variable)
+
+    with_decay = keras.optimizers.SGD(
+        lr, momentum=0.9, nesterov=True, weight_decay=hparams["decay"]
+    )
+    without_decay = keras.optimizers.SGD(lr, momentum=0.9, nesterov=True)
+    return [(with_decay, kernels), (without_decay, others)]
 
 
 def create_metrics():
+    """Returns the metrics that an evaluation reports next to the loss."""
     return {
         "accuracy": keras.metrics.SparseCategoricalAccuracy(),
         "top_5": keras.metrics.SparseTopKCategoricalAccuracy(5),

@@ -1,4 +1,4 @@
-"""Unit tests of sums over micro-batches, and of the flags of steps."""
+"""Unit tests of sums over micro-batches, and of the flags that mark steps as finite."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ EMBEDDING_SHAPE = (6, 2)
 
 
 def contribute(index: tf.Tensor) -> tuple[Contribution, dict[str, list[str]]]:
-    """Returns a contribution of index + 1 rows, whose values depend on the index."""
+    """Returns a contribution that has ``index + 1`` rows and values that depend on the index."""
     number = tf.cast(index, tf.float32)
     rows = tf.range(index + 1)
     sparse = tf.IndexedSlices(

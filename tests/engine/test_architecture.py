@@ -8,7 +8,8 @@ from pathlib import Path
 import ctl_core
 
 ENGINE = Path(ctl_core.__file__).parent
-# From the ground up. A room imports what stands above it, or to its left.
+# The engine's packages and modules, from the lowest layer to the highest. Each one imports only
+# from names that are listed before it.
 LAYERS = """
     types run compat
     cluster numerics data
@@ -24,13 +25,18 @@ LAYERS = """
 
 
 def modules() -> dict[str, Path]:
-    """The modules by dotted name."""
+    """Returns the path of each module of the engine, keyed by the module's dotted name."""
     paths = (path for path in ENGINE.rglob("*.py") if path.name != "__init__.py")
     return {".".join(p.relative_to(ENGINE).with_suffix("").parts): p for p in paths}
 
 
 def imported(path: Path, everywhere: bool = False) -> set[str]:
-    """The engine's modules that one imports when it is imported itself, or anywhere in it."""
+    """Returns the engine's modules that a file imports.
+
+    Args:
+        path: the file
+        everywhere: whether imports inside functions and blocks count, too
+    """
     body = ast.parse(path.read_text()).body
     imports: set[str] = set()
     for statement in body:
@@ -49,12 +55,12 @@ def imported(path: Path, everywhere: bool = False) -> set[str]:
 
 
 def list_modules_of_packages(packages: set[str]) -> set[str]:
-    """The modules of packages: whoever imports a name from a package imports all of them."""
+    """Returns all modules of packages, because importing a package may import all its modules."""
     return {module for module in modules() if module.rpartition(".")[0] in packages}
 
 
 def reach(name: str) -> set[str]:
-    """A module with what it imports, directly or not."""
+    """Returns a module and all modules that it imports, directly or indirectly."""
     reached, todo = set(), {name}
     while todo:
         reached |= todo
@@ -75,7 +81,7 @@ def test_rooms_import_from_below_only() -> None:
 
 
 def test_the_tests_that_documents_name_are_there() -> None:
-    """Functions where a link leads, and files."""
+    """Each test that a page names exists, and a link to a test function leads to its file."""
     root, linked = ENGINE.parent, 0
     files = {path.stem for path in (root / "tests").rglob("test_*.py")}
     for page in (*root.glob("*.md"), *(root / "docs").glob("*.md"), ENGINE / "README.md"):
@@ -91,9 +97,10 @@ def test_the_tests_that_documents_name_are_there() -> None:
 
 
 def test_only_compat_uses_private_names_of_other_packages() -> None:
-    """Neither their modules that are not public, nor attributes with an underscore."""
+    """Modules outside of compat/ import no private modules and read no private attributes."""
     private_modules = re.compile(r"(keras\.src|tensorflow\.(python|core|compiler))\b")
-    public = {"_replace", "_asdict", "_exit", "_current_frames"}  # of named tuples, os and sys
+    # Public attributes of named tuples, os and sys whose names begin with an underscore.
+    public = {"_replace", "_asdict", "_exit", "_current_frames"}
     wrong = []
     for name, path in modules().items():
         if name.startswith("compat."):
@@ -114,18 +121,24 @@ def test_only_compat_uses_private_names_of_other_packages() -> None:
 
 def test_the_supervisor_and_the_command_line_need_no_tensorflow() -> None:
     """Neither they nor what they import; and nothing in run/ does."""
-    heavy = {
-        name
-        for name, path in modules().items()
-        if "\nimport tensorflow" in path.read_text() or "\nimport keras" in path.read_text()
-    }
+    heavy = set()
+    for name, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                imported = {alias.name.split(".")[0] for alias in node.names}
+                if imported & {"tensorflow", "keras"}:
+                    heavy.add(name)
+    assert len(heavy) > 10
     for name in ("cluster.supervisor", "commands.cli", "__main__"):
         assert not reach(name) & heavy
     assert not {name for name in heavy if name.startswith("run.")}
 
 
 def test_what_imports_no_tensorflow_is_typed_strictly() -> None:
-    """Not even in a function; the list stands in pyproject.toml."""
+    """Each module that imports neither TensorFlow nor Keras is checked strictly by mypy.
+
+    The list of these modules is in pyproject.toml.
+    """
     free = set()
     for path in ENGINE.rglob("*.py"):
         names = {"ctl_core"}
@@ -157,5 +170,5 @@ def test_public_names_are_those_that_type_checkers_see() -> None:
 
 
 def test_console_does_not_import_listeners() -> None:
-    """Not even for types: the listeners write through the console."""
+    """The console imports no listeners, even for types, because the listeners use the console."""
     assert "run.listeners" not in imported(modules()["run.console"], everywhere=True)

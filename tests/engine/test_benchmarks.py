@@ -1,4 +1,4 @@
-"""The benchmark's peers train the same. Nothing is timed."""
+"""Tests that all trainers of the benchmark reach the same weights. Nothing is timed here."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Pipelines that cache their elements in a file: what a stopped process leaves is named."""
+"""Tests of pipelines that cache elements in files, and of files left by a stopped process."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ EXAMPLES = small.EXAMPLES
 
 
 def cached_hooks(file: Path, kind: str = "cache", **more: Any) -> Any:
-    """Reads 100 examples by a cache or a snapshot, shuffled behind it, in batches of 16."""
+    """Returns hooks that read examples through a cache or a snapshot file, then shuffle them."""
 
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
         examples = tf.data.Dataset.from_tensor_slices(small.data())
@@ -28,7 +28,7 @@ def cached_hooks(file: Path, kind: str = "cache", **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "stop"),
     [
-        ("cache", 3),  # in the first pass, whose cache is not complete
+        ("cache", 3),  # The run stops in the first pass, before the cache is complete.
         *small.slow_but(of=[("cache", 10), ("snapshot", 3), ("snapshot", 10)]),
     ],
 )
@@ -46,7 +46,7 @@ def test_resumed_run_has_the_weights_of_an_undisturbed_one(
 def test_files_of_a_stopped_process_are_named(
     train: Train, tmp_path: Path, evaluates: bool
 ) -> None:
-    """Deleting the named files, once, lets the same command train."""
+    """The error names all files of the stopped process, and training starts once they are gone."""
     file = tmp_path / "cached"
     hooks = cached_hooks(file)
     if evaluates:

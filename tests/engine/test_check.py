@@ -1,4 +1,4 @@
-"""``train --check``: devices are compared, everything is tried once, and nothing stays."""
+"""Tests of ``train --check``, which compares devices, runs each hook once and leaves no files."""
 
 import re
 import tempfile
@@ -26,7 +26,7 @@ Output = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """Returns ``check(hooks, **settings)``; afterwards, no temporary folder may be left."""
+    """Returns ``check(hooks, **settings)``, which also asserts that no temporary folder is left."""
     (temporary := tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
@@ -48,7 +48,7 @@ def hooks(**more: Any) -> Any:
 
 
 class Worst(keras.metrics.Mean):
-    """The largest error: no sum."""
+    """Computes the largest error, which is not a sum over the examples."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         self.total.assign(tf.maximum(self.total, tf.reduce_max(tf.abs(y_true - y_pred))))
@@ -56,7 +56,7 @@ class Worst(keras.metrics.Mean):
 
 
 class Warm(keras.layers.Layer):
-    """Counts the examples that it has seen."""
+    """Scales its input by a factor that grows with the number of examples seen in training."""
 
     def build(self, shape: Any) -> None:
         self.seen = self.add_weight(
@@ -70,7 +70,7 @@ class Warm(keras.layers.Layer):
 
 
 class Summed(keras.layers.Layer):
-    """Adds a sum over the batch to the loss, where only a mean does not depend on the shares."""
+    """Adds a sum over the batch to the loss. Only a mean is independent of the replicas' shares."""
 
     def call(self, inputs: Any) -> Any:
         self.add_loss(0.01 * tf.reduce_sum(inputs**2))
@@ -78,7 +78,10 @@ class Summed(keras.layers.Layer):
 
 
 class Shifted(keras.Model):
-    """In training, depends on the other rows of a share; a draw that is the same everywhere."""
+    """Lets a row's output depend on the other rows of the replica's share, in training only.
+
+    The random number that it draws is the same on all replicas.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class Shifted(keras.Model):
 
 
 class Plateau:
-    """Remembers the best loss where no checkpoint does."""
+    """Remembers the best loss in a Python attribute, which no checkpoint contains."""
 
     best = 0.0
 
@@ -105,7 +108,8 @@ def draw(batch: Any, training: bool) -> Any:
     return batch[0] + noise if training else batch[0]
 
 
-# Mistakes that train without a word, and how the line begins that names each.
+# Hooks with a mistake that training does not report. The key is a pattern for the beginning of the
+# message with which the check reports it.
 WRONG: dict[str, dict[str, Any]] = {
     r"check: metric_pre .*: the metric worst differs: .* give .*all_gather": {
         "create_metrics": lambda: {"worst": Worst()}
@@ -130,12 +134,13 @@ WRONG: dict[str, dict[str, Any]] = {
         )
     },
     r"check: create_model .*: the output 0 differs": {"create_model": lambda: Shifted()},
-    r"input_pre \(test_check.py:\d+\): draws random": {"input_pre": draw},  # each time it is traced
+    # The NumPy function draws new numbers each time that the hook is traced.
+    r"input_pre \(test_check.py:\d+\): draws random": {"input_pre": draw},
 }
 
 
 def negatives(pair: Any) -> tf.Tensor:
-    """A loss for each example that looks at the other rows of the batch."""
+    """Returns the loss of each example, which also depends on the other rows of the batch."""
     scores = tf.matmul(pair[0], pair[1], transpose_b=True)
     return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(scores)[0]), scores)
 
@@ -158,7 +163,10 @@ def test_mistakes_that_training_does_not_show_are_named(check: Check, message: s
 def test_a_dataset_of_one_batch_is_repeated_for_the_comparison(
     check: Check, capsys: Output
 ) -> None:
-    """As of a graph network that takes all nodes in each step; with 2 rows, 3 devices need more."""
+    """A dataset of one batch passes the check, even if the batch has fewer rows than devices.
+
+    A graph network, for example, uses all nodes in each step.
+    """
     inputs, target = regression_data()
     for rows in (20, 2):
         dataset = tf.data.Dataset.from_tensors((inputs[:rows], target[:rows]))
@@ -167,7 +175,7 @@ def test_a_dataset_of_one_batch_is_repeated_for_the_comparison(
 
 
 def test_devices_that_cannot_be_compared_are_an_error(check: Check) -> None:
-    """A hook that insists on the run's own batch size."""
+    """The check reports an error if a hook accepts no batch size except the run's own."""
 
     def input_pre(batch: Any) -> Any:
         return tf.ensure_shape(batch[0], [16, 5])
@@ -178,7 +186,7 @@ def test_devices_that_cannot_be_compared_are_an_error(check: Check) -> None:
 
 @pytest.mark.slow
 def test_values_that_every_replica_has_alike_do_not_differ(check: Check, capsys: Output) -> None:
-    """An output that has no row for each example is there once for each device."""
+    """The check accepts an output that has one value per device instead of one row per example."""
 
     class WithTemperature(keras.Model):
         def __init__(self) -> None:
@@ -195,10 +203,10 @@ def test_values_that_every_replica_has_alike_do_not_differ(check: Check, capsys:
     check(hooks(create_model=WithTemperature, loss_pre=loss_pre, metric_pre=lambda: {}))
     printed = capsys.readouterr().out
     assert "check: all well" in printed
-    assert "  as traced on a CPU, XLA can compile the step\n" in printed
+    assert "  XLA can compile the step as it was traced on a CPU\n" in printed
 
 
-# For a check they are like others, and take half of the time.
+# Programs that are not checked. They resemble other programs and would double the time of the test.
 ALIKE = """
     diffusion embedding experts fine_tuning gradient_surgery l2 lora multi_task transformer
 """
@@ -217,7 +225,7 @@ def test_check_passes_the_golden_programs(check: Check, name: str, capsys: Outpu
 def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked(
     check: Check, tmp_path: Path, capsys: Output
 ) -> None:
-    """Each hook has what it would have."""
+    """Hooks receive the arguments of a real training run."""
     engine.train(hooks(), tmp_path / "runs", steps=4)
     files = sorted(path for path in (tmp_path / "runs").rglob("*") if path.is_file())
     before = [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files]
@@ -227,7 +235,7 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
     def note(name: str) -> Any:
         def late(step: int, batch: Any, config: Any, chief: bool, manager: Any) -> None:
             ran.append((name, step, batch[0].shape[0], config.steps, chief))
-            assert manager.latest_checkpoint  # one is there to be restored, as there would be
+            assert manager.latest_checkpoint  # A hook can restore a checkpoint, as in training.
 
         return late
 
@@ -258,7 +266,8 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
         "done",
     ]
     printed = capsys.readouterr().out
-    assert printed.startswith("check of run: ") and "\ncheck: all well, " in printed
+    assert printed.startswith("check: everything is in a temporary folder")
+    assert "\ncheck: all well, " in printed
     for pattern in (
         "a step and an evaluation on one and on 3 devices were compared",
         "73 parameters to train",
@@ -271,7 +280,7 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
     assert "after_eval (test_check.py:" in remembered and " remembers best in Python" in remembered
 
 
-# ---- What is compared ------------------------------------------------------------------------
+# ---- Comparison of devices -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -287,12 +296,12 @@ def test_batches_of_the_check_have_unequal_shares(
 
 @pytest.mark.slow
 def test_check_fails_where_devices_cannot_be_compared(check: Check, capsys: Output) -> None:
-    """The hook is right for equal shares only, which are compared all the same."""
+    """If a hook works for equal shares only, the check compares equal shares, but still fails."""
 
     def loss_pre(output: Any, batch: Any) -> Any:
         rows = tf.shape(output)[0]
         gathered = ctl_core.all_gather(output)
-        first = rows * ctl_core.replica_id()  # wrong where other shares have more rows
+        first = rows * ctl_core.replica_id()  # The offset is wrong if shares differ in size.
         rows_of_replica = gathered[first : first + rows]
         return tf.ensure_shape(rows_of_replica, output.shape), batch[1]
 
@@ -326,7 +335,7 @@ def test_all_differences_are_listed_in_the_order_of_their_causes(
     for line, text in zip(
         lines,
         (
-            "the loss differs: it is no sum",
+            "the loss differs: it is not a sum",
             "the gradients ",
             "the loss of an eval",
             "the metric worst",
@@ -340,7 +349,7 @@ def test_all_differences_are_listed_in_the_order_of_their_causes(
 
 
 class WithTemperature(keras.Model):
-    """Returns a constant with its output."""
+    """Returns a constant in addition to the scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +398,9 @@ def test_a_variable_of_the_file_is_named(check: Check, dtype: str) -> None:
         count.assign_add(1)
         return [gradient / tf.cast(count, tf.float32) for gradient in gradients], gradients
 
-    with pytest.raises(ctl_core.SetupError, match=r"the step writes count, .*outside of the hooks"):
+    with pytest.raises(
+        ctl_core.SetupError, match=r"a training step assigns count, .*outside the hooks"
+    ):
         check(hooks(update_pre=update_pre))
 
 
@@ -419,7 +430,7 @@ def of_global() -> dict[str, Any]:
         return penalize(loss, output, train_model, BETA)
 
     def anneal() -> None:
-        globals()["BETA"] += 0.5  # as ``global BETA`` would
+        globals()["BETA"] += 0.5  # Has the effect of a ``global BETA`` statement.
 
     def read_it_too() -> None:
         anneal()
@@ -523,7 +534,7 @@ def test_a_value_that_a_graph_has_kept_is_named(
 
 @pytest.mark.slow
 def test_a_value_that_no_graph_reads_is_only_remembered(check: Check, capsys: Output) -> None:
-    """A variable is no value in Python, and a text that the graph never reads is none of it."""
+    """A changed Python value causes only a warning if no graph reads it; a variable causes none."""
 
     def create_model() -> Any:
         model = small.create_model()
@@ -566,14 +577,14 @@ def test_noise_of_a_replica_is_told_from_other_draws(draw: Any, is_noise: bool) 
 
 
 def depend_on_devices(output: Any, batch: Any) -> Any:
-    """Changes the output in its last bits."""
+    """Changes the last bits of the output, depending on the number of devices."""
     devices = tf.distribute.get_strategy().num_replicas_in_sync
     return output * (1.0 + 1e-6 * devices), batch[1]
 
 
 @pytest.mark.slow
 def test_bits_of_logical_replicas_are_compared(check: Check, capsys: Output) -> None:
-    """Of the last bits of a value, the comparison of plain devices knows nothing."""
+    """With logical replicas, the check compares bits. Without them, it ignores rounding errors."""
     settings = {"logical_replicas": 2, "seed": 3}
     noisy = {"create_model": dropout_model}
     check(hooks(**noisy), **settings)
@@ -582,7 +593,7 @@ def test_bits_of_logical_replicas_are_compared(check: Check, capsys: Output) -> 
     assert "2 steps and an evaluation have the same bits on one and on 2 devices" in out
     check(hooks(**noisy), seed=3)
     assert "bits" not in capsys.readouterr().out
-    message = r"^check: create_loss \(.*\): the loss has other bits on 2 devices than on one"
+    message = r"^check: create_loss \(.*\): the loss has different bits on 2 devices than on one"
     with pytest.raises(ctl_core.SetupError, match=message):
         check(hooks(loss_pre=depend_on_devices), **settings)
     assert "on one and on 3 devices were compared" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Checkpoints: what is kept, hooks that save and restore, damage, and what does not fit."""
+"""Tests of checkpoints: retention, saving and restoring in hooks, damage, and changed programs."""
 
 import shutil
 import threading
@@ -23,15 +23,16 @@ def numbers(folder: Path, pattern: str) -> list[int]:
 
 
 def create_ckpt(ckpt_path: str, train_model: Any) -> Any:
-    ckpt = tf.train.Checkpoint(train_model=train_model)  # no step, no lr, no optimizer
+    # The checkpoint omits step, lr and optimizer, which the engine then has to save.
+    ckpt = tf.train.Checkpoint(train_model=train_model)
     return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=3)
 
 
 def test_users_create_ckpt_loses_no_state_of_the_engine(train: Train) -> None:
-    """Both parts of a checkpoint go together when there are too many."""
+    """The engine saves its state in a second part, and deletes both parts of old checkpoints."""
     hooks = make_hooks(
         create_ckpt=create_ckpt,
-        create_opt=sgd,  # has no state that could be lost
+        create_opt=sgd,  # Plain SGD has no state that could be lost.
         at_step={3: lambda lr: lr.assign(0.005)},
     )
     whole = train(hooks, steps=12, run_name="whole")
@@ -67,7 +68,7 @@ def take_from_step_5(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray]]:
-    """The folder of a run with checkpoints of steps 5 and 10, and its weights."""
+    """Returns a folder with one run, saved at steps 5 and 10, and the final weights of the run."""
     runs = tmp_path_factory.mktemp("runs")
     state = engine.train(make_hooks(), runs, steps=10, ckpt_every=5)
     return runs, state.train_model.get_weights()
@@ -75,7 +76,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.nda
 
 @pytest.fixture
 def folder(trained: tuple[Path, list[np.ndarray]], tmp_path: Path) -> Path:
-    """The checkpoints of a copy of that run."""
+    """Returns the checkpoint folder of a copy of the trained run."""
     return Path(shutil.copytree(trained[0], tmp_path / "runs")) / "run" / "ckpt"
 
 
@@ -103,7 +104,10 @@ def test_a_damaged_newest_checkpoint_falls_back(
 def test_a_damaged_input_position_is_reached_by_skipping(
     train: Train, folder: Path, capsys: Any
 ) -> None:
-    """And a power cut has emptied the manager's list."""
+    """The run reads and drops examples up to its step if the saved input position is damaged.
+
+    The manager's list of checkpoints is empty, too, as after a power cut.
+    """
     cut_short(folder / "engine" / "input-10.index")
     (folder / "checkpoint").write_text("")
     state = train(make_hooks(), steps=15)
@@ -114,16 +118,16 @@ def test_a_damaged_input_position_is_reached_by_skipping(
 def test_run_without_a_whole_checkpoint_does_not_start_over(train: Train, folder: Path) -> None:
     for path in folder.glob("ckpt-*.data*"):
         cut_short(path)
-    with pytest.raises(ctl_core.SetupError, match="none of them is whole"):
+    with pytest.raises(ctl_core.SetupError, match="all of them are damaged"):
         train(make_hooks(), steps=10)
     shutil.rmtree(folder / "engine")
-    with pytest.raises(ctl_core.SetupError, match="none of them is whole"):
+    with pytest.raises(ctl_core.SetupError, match="all of them are damaged"):
         train(make_hooks(), steps=10)
 
 
 def test_unfinished_first_checkpoint_does_not_count(train: Train) -> None:
     folder = train(make_hooks(), steps=5).run_dir / "ckpt"
-    for path in folder.glob("engine/ckpt-5.*"):  # written after the user's part
+    for path in folder.glob("engine/ckpt-5.*"):  # The engine's part is written after the user's.
         path.unlink()
     seen: list[int] = []
     train(make_hooks(every_steps={1: lambda step: seen.append(step)}), steps=6)
@@ -147,12 +151,12 @@ def test_a_model_that_changed_is_refused_by_the_names_of_its_variables(train: Tr
         ({"create_model": deeper}, r"not bound.*dense"),
         ({"create_opt": sgd}, "optimizer"),
     ):
-        with pytest.raises(ctl_core.SetupError, match=f"does not fit .*{message}"):
+        with pytest.raises(ctl_core.SetupError, match=f"no longer fits .*{message}"):
             train(make_hooks(**changed), steps=4)
 
 
 def test_a_hook_goes_back_to_a_checkpoint_and_training_goes_on(train: Train) -> None:
-    """The model is that of step 4; step, data and random numbers go on, until the last step."""
+    """Restoring step 4 changes only the model. Step, data and random numbers are not reset."""
     seen: dict[int, Any] = {}
 
     def note(step: int, train_model: Any, ckpt: Any, manager: Any, batch: Any) -> None:
@@ -174,7 +178,7 @@ def test_a_hook_goes_back_to_a_checkpoint_and_training_goes_on(train: Train) -> 
 
 
 def test_lookup_table_of_create_ckpt_is_saved(train: Train) -> None:
-    """It has no copy, so that no checkpoint is written while it is changed."""
+    """A lookup table cannot be copied, so no checkpoint is written while a step changes it."""
     key = tf.constant([1], tf.int64)
 
     def program() -> SimpleNamespace:
@@ -201,7 +205,7 @@ def test_lookup_table_of_create_ckpt_is_saved(train: Train) -> None:
 
 
 def spoil_from(first: int) -> Any:
-    """Returns an ``update_pre`` whose update makes the weights NaN from a step on."""
+    """Returns an ``update_pre`` that makes the weights NaN from the step ``first`` on."""
 
     def update_pre(gradients: Any, step: Any) -> Any:
         factor = tf.where(step >= first, float("nan"), 1.0)
@@ -226,7 +230,7 @@ def test_no_further_checkpoint_is_written_while_weights_are_nan(train: Train, ca
     hooks = make_hooks(create_ckpt=create_ckpt, update_pre=spoil_from(5))
     state = train(hooks, steps=12, ckpt_every=2)
     assert numbers(state.run_dir / "ckpt", "engine/ckpt-*.json") == [2, 4, 6]
-    assert capsys.readouterr().out.count("is not finite. Until") == 1
+    assert capsys.readouterr().out.count("is not finite. No further checkpoints") == 1
 
 
 def test_on_nan_stop_writes_no_checkpoint_of_weights_that_are_nan(train: Train) -> None:
@@ -239,13 +243,13 @@ def test_on_nan_stop_writes_no_checkpoint_of_weights_that_are_nan(train: Train) 
     assert not state.diverged
 
 
-# ---- In the background: they hold what the variables were when they were due -------------------
+# ---- Checkpoints that are written in the background ----------------------------------------------
 
 
 def test_a_checkpoint_that_is_written_late_holds_the_values_of_its_step(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hook that fails meanwhile leaves it."""
+    """A hook that fails while a checkpoint is being written does not affect the checkpoint."""
     reached, failing = threading.Event(), threading.Event()
     write = tf.train.Checkpoint.write
     seen: dict[int, list[np.ndarray]] = {}
@@ -257,7 +261,7 @@ def test_a_checkpoint_that_is_written_late_holds_the_values_of_its_step(
         return write(self, path, options)
 
     def values_of(train_model: Any, optimizer: Any, lr: Any) -> list[np.ndarray]:
-        """Everything but the states of random generators, which are in the engine's part."""
+        """Returns the values that the user's part of a checkpoint contains."""
         variables = [v for v in train_model.variables if "seed" not in v.path]
         return [np.array(v.numpy()) for v in [*variables, *optimizer.variables, lr]]
 
@@ -275,7 +279,7 @@ def test_a_checkpoint_that_is_written_late_holds_the_values_of_its_step(
     with pytest.raises(RunError, match="mine"):
         train(make_hooks(**hooks, at_step={8: fail}), steps=20, ckpt_every=2)
     monkeypatch.undo()
-    state = train(make_hooks(**hooks), steps=6)  # nothing is left to train
+    state = train(make_hooks(**hooks), steps=6)  # The run is restored at step 6 and has ended.
     actual = values_of(state.train_model, state.optimizer, state.lr)
     for value, expected in zip(actual, seen[6], strict=True):
         np.testing.assert_array_equal(value, expected)

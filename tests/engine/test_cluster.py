@@ -1,7 +1,7 @@
-"""Two processes train as one: what they tell each other, and what must be the same on both.
+"""Tests of two processes that train together: exchanged decisions and required agreement.
 
-One cluster is started, and runs all cases (tests/helpers/cluster_program.py), for a start costs
-more than a case. Weights of programs on two processes are in tests/golden.
+One cluster runs all cases of tests/helpers/cluster_program.py, because starting a cluster takes
+longer than a case. The weights of programs on two processes are compared in tests/golden.
 """
 
 import json
@@ -30,14 +30,14 @@ CASES = """
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what two processes wrote that ran all cases."""
+    """Returns the folder that contains the results of two processes that ran all cases."""
     folder = tmp_path_factory.mktemp("two")
     engine.run_cluster(folder, "tests.helpers.cluster_program", str(folder), *CASES.split())
     return folder
 
 
 def kept(folder: Path, name: str) -> list[dict[str, Any]]:
-    """What each process wrote."""
+    """Returns the arrays that each process has saved under a name."""
     files = [np.load(folder / f"{name}-{index}.npz") for index in range(2)]
     return [{key: file[key] for key in file.files} for file in files]
 
@@ -57,7 +57,7 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
     [
         ("drift", ("after step 3, sequential", "out/bias", "between replicas 0 and 1")),
         ("stopped", ("the loss of step 3 is not finite",)),
-        ("settings", ("the settings are not the same on every process", "has learning_rate 0.2")),
+        ("settings", ("the settings differ between the processes", "has learning_rate 0.2")),
         (
             "activation",
             ("the forward pass is not the same", "op Relu of create_model (cluster_program.py:"),
@@ -67,10 +67,10 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
             ("the forward pass is not the same", "op Const 2.0 of cluster_program.py:"),
         ),
         ("optimizer", ("the processes", "has the optimizer's momentum 0.6 instead of 0.5;")),
-        ("hooks", ("the processes of the cluster are not alike: process 1 at", "has callbacks.py")),
+        ("hooks", ("the processes of the cluster differ: process 1 at", "has callbacks.py")),
         (
             "module",
-            ("the processes of the cluster are not alike", "has helper_of_a_project.py sha"),
+            ("the processes of the cluster differ", "has helper_of_a_project.py sha"),
         ),
         ("data", ("create_dataset (small.py:", "different data")),
         ("rows", ("create_dataset (small.py:", "different data")),
@@ -78,7 +78,7 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
         ("fewer", ("create_dataset (small.py:", "different data")),
         ("evaluated", ("create_eval_dataset (small.py:", "different data")),
         ("exchanged", ("create_eval_dataset (small.py:", "different data")),
-        ("apart", ("runs_dir: ", "has other checkpoints on another process")),
+        ("apart", ("runs_dir: ", "contains different checkpoints on another process")),
         ("written", ("logical_replicas: in step 1,", "different values to sequential", "/total")),
         ("frozen", ("after step 2, the frozen layers differ",)),
     ],
@@ -95,17 +95,20 @@ def test_what_differs_between_processes_or_ends_one_ends_all(
 
 
 def test_another_number_of_threads_than_the_chiefs_is_refused(tmp_path: Path) -> None:
-    """In a cluster of its own, because TensorFlow starts with these numbers."""
+    """A process must use as many threads as the chief.
+
+    This case has a separate cluster, because TensorFlow sets these numbers when it starts.
+    """
     engine.run_cluster(tmp_path, "tests.helpers.cluster_program", str(tmp_path), "threads_differ")
     for message in (str(values["message"]) for values in kept(tmp_path, "threads")):
-        assert message.startswith("the processes compute with different numbers of threads")
+        assert message.startswith("the processes use different numbers of threads")
         assert "has intra_op_threads 2 instead of 1; " in message
-        assert "give each process --intra-op-threads N." in message
+        assert "pass --intra-op-threads N to each process." in message
 
 
 def test_decisions_of_one_process_hold_on_all(two: Path) -> None:
     for values in kept(two, "decisions"):
-        assert int(values["step"]) == int(values["again"]) == 7  # and the run stays ended
+        assert int(values["step"]) == int(values["again"]) == 7  # The ended run does not resume.
     folder = two / "runs/decisions/ckpt/engine"
     assert {path.name for path in folder.glob("*.json")} == {"ckpt-3.json", "ckpt-7.json"}
     run = two / "runs" / "decisions"
@@ -124,7 +127,7 @@ def test_hooks_run_in_every_process_and_go_on_with_what_the_chief_kept(two: Path
 
 
 def test_other_numbers_of_devices_are_refused_before_any_collective(tmp_path: Path) -> None:
-    """A collective of groups of different sizes fails with an error of TensorFlow."""
+    """Otherwise, the first collective would fail with a TensorFlow error about group sizes."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     addresses = [f"127.0.0.1:{port}" for port in find_free_ports(2)]
     processes = []

@@ -1,6 +1,6 @@
-"""What the engine does with private names of TensorFlow, where no training would show a change.
+"""Tests of those uses of private TensorFlow APIs that a training run does not cover.
 
-The other names of ``ctl_core/compat`` are held by what trains: see ``make test-compat``.
+The other names of ``ctl_core/compat`` are covered by tests that train: see ``make test-compat``.
 """
 
 import tomllib
@@ -21,7 +21,10 @@ from tests.golden import ROOT
 
 
 def test_bounds_are_the_versions_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pyproject.toml allows no newer ones; who installs one is told what allows it."""
+    """pyproject.toml allows no versions newer than the tested ones.
+
+    With a newer version, a message says how to change pyproject.toml.
+    """
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     for requirement in map(Requirement, pyproject["project"]["dependencies"]):
         name = requirement.name.removesuffix("-cpu")
@@ -85,7 +88,7 @@ def test_mixtures_that_go_on() -> None:
 
 
 def test_position_of_iterator() -> None:
-    """Restored in another iterator, it gives the elements that the first one has left."""
+    """After a position is restored, another iterator continues where the first one was."""
     dataset = tf.data.Dataset.range(6).shuffle(6, seed=3)
     first, second = iter(dataset), iter(dataset)
     next(first)
@@ -105,7 +108,7 @@ def test_position_of_iterator() -> None:
 )
 def test_draws_in_saved_positions(dataset: tf.data.Dataset, draws: int, tmp_path: Path) -> None:
     iterator = iter(dataset)
-    for _ in range(3):  # the third element is out of the full cache
+    for _ in range(3):  # A cache of two elements is complete before the third element is read.
         next(iterator)
     file = str(tmp_path / "position")
     tf.raw_ops.SaveV2(
@@ -162,7 +165,7 @@ def test_names_of_keras_start_again() -> None:
 
 
 def test_optimizers_are_not_reduced_or_refused() -> None:
-    """Only within the context."""
+    """Optimizers skip reductions, or refuse updates, only inside the corresponding context."""
     optimizer = keras.optimizers.SGD(1.0)
     assert float(compat.read_rate(optimizer)) == 1.0
     assert compat.read_rate(object()) is None  # type: ignore[arg-type]
@@ -178,7 +181,10 @@ def test_optimizers_are_not_reduced_or_refused() -> None:
 
 
 def test_groups_of_optimizers_take_some_of_their_variables() -> None:
-    """An update of one device: Keras' own asks for a gradient for each variable."""
+    """An update on one device may have gradients for only some of the variables.
+
+    Keras itself requires a gradient for each variable.
+    """
     variables = [keras.Variable(3.0), keras.Variable(3.0)]
     first, second = keras.optimizers.SGD(1.0), keras.optimizers.SGD(2.0)
     optimizer = keras.optimizers.MultiOptimizer(
@@ -233,7 +239,7 @@ def test_variables_that_a_scratch_graph_uses() -> None:
 
 
 def test_variables_that_a_scratch_graph_creates_are_not_kept() -> None:
-    """By the global graph, as those of replicas would be."""
+    """The global graph does not collect the variables that replicas create in a scratch graph."""
     before = len(tf.compat.v1.get_default_graph().get_collection("variables"))
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     layer = keras.layers.Dense(1)
@@ -286,7 +292,7 @@ def test_added_losses_are_those_of_the_layer_itself() -> None:
 
 
 def test_replicas_have_losses_of_their_own() -> None:
-    """The first replica's are there when the second one has called the layer, too."""
+    """A replica still has its own losses after another replica has called the same layer."""
     layer = keras.layers.ActivityRegularization(l1=1.0)
     strategy = tf.distribute.MirroredStrategy(
         ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
@@ -306,12 +312,15 @@ def test_replicas_have_losses_of_their_own() -> None:
         losses = tf.function(lambda value: strategy.run(on_replica, (value,)))(distributed)
     assert [replica.numpy().tolist() for replica in losses.values] == [[1.0], [2.0]]
     assert "_losses" not in vars(keras.Layer)
-    layer(values[1])  # as ever, where there are no replicas
+    layer(values[1])  # Without replicas, losses work as usual.
     assert [float(loss) for loss in layer.losses] == [2.0]
 
 
 def test_graphs_called_of_functions_without_a_graph() -> None:
-    """The loops of TensorFlow's dense CTC loss, which are functions of the older kind."""
+    """Ops in the loops of TensorFlow's dense CTC loss are found.
+
+    The bodies of these loops are functions of an older kind, which have no graph.
+    """
     with tf.Graph().as_default() as graph:
         logits = tf.compat.v1.placeholder(tf.float32, [3, 1, 4])
         tf.nn.ctc_loss(tf.constant([[1, 2]]), logits, tf.constant([2]), tf.constant([3]))
@@ -320,7 +329,8 @@ def test_graphs_called_of_functions_without_a_graph() -> None:
 
 def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
     variable, node, checkpoint = tf.Variable(1.0), compat.Node(), compat.GraphCheckpoint()
-    node.children["_self_name_based_restores"] = variable  # TensorFlow's own attribute
+    # The name is also that of an attribute of TensorFlow.
+    node.children["_self_name_based_restores"] = variable
     checkpoint.children["x"] = node
     for value in (1.0, 2.0):
         variable.assign(value)
@@ -345,11 +355,11 @@ def test_the_seed_of_ops_is_put_back() -> None:
 
 
 def test_grappler_does_not_split_large_sums() -> None:
-    """The part of TensorFlow's memory optimizer that splits them is left out."""
+    """The memory optimizer of TensorFlow runs without its pass that splits large sums."""
     from tensorflow.python.eager import context
 
     def parts() -> int:
-        """Those of the calls that are made now."""
+        """Returns the setting of the memory optimizer for function calls made now."""
         options = context.context().function_call_options
         config = tf.compat.v1.ConfigProto.FromString(options.config_proto_serialized)
         return int(config.graph_options.rewrite_options.memory_optimization)
@@ -365,7 +375,10 @@ def test_grappler_does_not_split_large_sums() -> None:
 
 
 def test_a_constant_that_is_not_used_is_left_unchecked() -> None:
-    """Of a deterministic loss, and only there; what is computed with it is found."""
+    """The check for NaN ignores constants, but still reports an op that computes with NaN.
+
+    A deterministic loss contains an unused constant that is NaN.
+    """
 
     def compute_loss(label: tf.Tensor) -> tf.Tensor:
         return tf.nn.sparse_softmax_cross_entropy_with_logits(label, tf.zeros([1, 3]))
@@ -412,7 +425,7 @@ def test_joining_process_waits_as_long_as_it_is_told() -> None:
 def test_texts_are_published_and_read_by_the_coordination_service(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between processes, tests/engine/test_cluster.py does it."""
+    """A mock replaces the service here; tests/engine/test_cluster.py uses a real service."""
     published: dict[str, str] = {}
 
     def read(key: str, timeout_in_ms: int) -> str:
@@ -444,9 +457,10 @@ def test_cpu_devices_of_worker() -> None:
 
 
 def test_replicas_gather_tensors_in_their_order() -> None:
-    """As those of a cluster do, on two devices of this process; in a loop, too.
+    """Two devices of this process gather tensors in the order of the replicas, even in a loop.
 
-    No other test here may call a collective: they are numbered, and a number has one kind.
+    No other test in this file may call a collective. TensorFlow numbers collectives, and requires
+    that all collectives with the same number are of the same kind.
     """
     from tensorflow.python.distribute import collective_all_reduce_strategy as module
 
@@ -477,7 +491,7 @@ def test_means_of_losses_are_not_divided_by_the_replicas() -> None:
 
 
 def test_replica_context_entered_again_keeps_the_recording_of_summaries() -> None:
-    """Which replica writes summaries is set outside, and the same inside and afterwards."""
+    """Entering a replica context again does not change which replica writes summaries."""
     from tensorflow.python.ops import summary_ops_v2
 
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
@@ -503,14 +517,17 @@ def test_replica_context_entered_again_keeps_the_recording_of_summaries() -> Non
 
 
 def test_ops_that_xla_compiles_for_a_gpu() -> None:
-    """As many as XLA knows, also after TensorFlow has started without a GPU."""
+    """The list of ops is complete even if TensorFlow has already started without a GPU."""
     tf.constant(0)
     assert {"MatMul", "Conv2D", "StatelessRandomUniformV2", "While"} <= compat.list_gpu_ops()
     assert not {"AsString", "CudnnRNNV3", "WriteScalarSummary"} & compat.list_gpu_ops()
 
 
 def test_lowering_runs_nothing() -> None:
-    """Neither assigns a variable nor draws a random number; an error has op and line."""
+    """Lowering a function neither assigns variables nor draws random numbers.
+
+    If lowering fails, the error names the op and the source line.
+    """
     variable = tf.Variable(1.0)
 
     @tf.function(jit_compile=True, autograph=False)

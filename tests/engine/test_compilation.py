@@ -1,6 +1,6 @@
-"""With ``jit_compile: auto``: which runs are compiled, why others are not, and how they resume.
+"""Tests of ``jit_compile: auto``: which runs are compiled, and how they are resumed.
 
-There is no GPU here: tests pretend that the CPU is one. XLA then compiles for the CPU.
+The tests need no GPU. They pretend that the CPU is a GPU, and XLA then compiles for the CPU.
 """
 
 import json
@@ -40,7 +40,7 @@ def convolutional_model() -> keras.Model:
 
 
 def describe_environment(state: Any) -> str:
-    """What env.json says of it."""
+    """Returns the entry about compilation in the env.json of a run."""
     return str(json.loads((state.run_dir / "env.json").read_text())["compilation"])
 
 
@@ -55,7 +55,7 @@ def describe_environment(state: Any) -> str:
 def test_a_run_on_a_gpu_is_compiled_and_says_so(
     train: Train, capfd: pytest.CaptureFixture[str], create_model: Callable[[], keras.Model]
 ) -> None:
-    """Its weights are those of ``jit_compile: true``, bit for bit."""
+    """A run that ``auto`` compiles has the weights of ``jit_compile: true``, bit for bit."""
     hooks = small.hooks(create_model=create_model, every_steps={3: lambda loss, output: None})
     state = train(hooks, steps=6)
     assert state.compilation.parts is Compilation.STEP
@@ -71,7 +71,7 @@ def test_a_run_on_a_cpu_is_not_compiled_and_does_not_mention_it(
     state = train(small.hooks(), steps=2)
     assert state.compilation.parts is Compilation.NOTHING
     assert "compiled" not in capfd.readouterr().out
-    assert describe_environment(state) == "not compiled: it trains on a CPU"
+    assert describe_environment(state) == "not compiled: training runs on a CPU"
 
 
 def write_as_text(loss: Any, train_model: Any) -> Any:
@@ -92,7 +92,7 @@ def write_summary(gradients: Any) -> Any:
 
 
 def different_widths(per_replica_batch_size: int) -> tf.data.Dataset:
-    """Batches of sentences, of which each is as wide as its longest one."""
+    """Returns batches of different widths, like sentences that are padded to the longest one."""
 
     def make_batch(width: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.ones([BATCH, width]), tf.ones([BATCH, 1])
@@ -143,7 +143,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_a_run_that_cannot_be_compiled_trains_without_and_says_why(train: Train, name: str) -> None:
-    """Nothing was drawn or changed by the question: the weights are those of a run on a CPU."""
+    """The attempt to compile a run changes no weight and draws no random number."""
     replaced, reason = OBSTACLES[name]
     settings = {"steps": 4, "last_batch": "keep" if name == "last batch" else "drop"}
     asked = train(small.hooks(**replaced), **settings)
@@ -157,7 +157,7 @@ SETTINGS_AGAINST: dict[str, dict[str, Any]] = {
     "deterministic is set": {"deterministic": True},
     "detect_anomaly is set": {"detect_anomaly": True},
     "layers compute in float16": {"precision": "float16"},
-    "it trains on several replicas": {"virtual_devices": 2},
+    "there are several replicas": {"virtual_devices": 2},
     "micro-batches differ in size": {"accumulate_steps": 3},
 }
 
@@ -169,7 +169,7 @@ def test_settings_with_which_auto_means_no(train: Train, reason: str) -> None:
     assert describe_environment(state) == f"not compiled: {reason}"
 
 
-# ---- A resumed run does as before ----------------------------------------------------------------
+# ---- Resumed runs --------------------------------------------------------------------------------
 
 NOISY = {"create_model": dropout_model}
 
@@ -178,7 +178,7 @@ NOISY = {"create_model": dropout_model}
 def test_a_compiled_run_is_compiled_wherever_it_is_resumed(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here on a CPU, where a new run would not be: bit for bit as if it had not been stopped."""
+    """A compiled run stays compiled on a CPU, and has the bits of an uninterrupted run."""
     for steps, is_on_gpu in ((5, True), (9, False)):
         monkeypatch.setattr(compilation, "is_on_gpu", lambda _, value=is_on_gpu: value)
         state = train(make_hooks(**NOISY), steps=steps)
@@ -195,7 +195,7 @@ def test_a_run_that_was_begun_on_a_cpu_stays_as_it_is_on_a_gpu(
     for steps, is_on_gpu in ((5, False), (9, True)):
         monkeypatch.setattr(compilation, "is_on_gpu", lambda _, value=is_on_gpu: value)
         state = train(make_hooks(**NOISY), steps=steps)
-    assert describe_environment(state).startswith("not compiled: the run was begun so")
+    assert describe_environment(state).startswith("not compiled: the run was started without it")
     whole = train(make_hooks(**NOISY), steps=9, run_name="whole", jit_compile=False)
     assert_weights(state, whole, rtol=0)
 
@@ -204,12 +204,12 @@ def test_a_run_that_was_begun_on_a_cpu_stays_as_it_is_on_a_gpu(
 def test_a_run_whose_record_does_not_say_is_as_its_setting_says(
     train: Train, monkeypatch: pytest.MonkeyPatch, setting: bool
 ) -> None:
-    """As of engine 1.0, which had no ``auto``."""
+    """A record of engine 1.0, which had no ``auto``, does not say whether the run is compiled."""
     monkeypatch.setattr(compilation, "is_on_gpu", lambda _: not setting)
     state = train(make_hooks(), steps=2, jit_compile=setting)
     record = state.run_dir / "ckpt" / "engine" / "ckpt-2.json"
     content = json.loads(record.read_text())
-    del content["checksum"]  # which engine 1.0 did not have either
+    del content["checksum"]  # Records of engine 1.0 have no checksum either.
     assert content.pop("compiled") is setting
     record.write_text(json.dumps(content))
     assert train(make_hooks(), steps=3).compilation.is_compiled is setting
@@ -218,10 +218,10 @@ def test_a_run_whose_record_does_not_say_is_as_its_setting_says(
 def test_a_compiled_run_that_cannot_be_compiled_here_is_refused(
     train: Train, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Unless the setting says what to do."""
+    """A compiled run that can no longer be compiled is refused unless ``jit_compile`` is false."""
     train(make_hooks(), steps=2, jit_compile=True)
     message = (
-        r"^jit_compile: .*run is compiled by XLA, .* here: {}\. Begin another .*: --fork .*run;"
+        r"^jit_compile: .*run is compiled by XLA, .* here: {}\. Start another .*: --fork .*run;"
     )
     for settings, hooks, reason in (
         ({"detect_anomaly": True}, {}, "detect_anomaly is set"),
@@ -231,11 +231,11 @@ def test_a_compiled_run_that_cannot_be_compiled_here_is_refused(
             train(make_hooks(**hooks), steps=4, **settings)
     capfd.readouterr()
     train(make_hooks(), steps=4, jit_compile=False)
-    assert "steps are not compiled from here on" in capfd.readouterr().out
+    assert "steps are not compiled from now on" in capfd.readouterr().out
 
 
 class Growing(keras.Model):
-    """Of which a part that XLA cannot compile is trained once it is unfrozen."""
+    """Uses an op that XLA cannot compile once the second layer is unfrozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class Growing(keras.Model):
 
 @pytest.mark.usefixtures("on_gpu")
 def test_later_graphs_are_asked_about_before_they_are_used(train: Train) -> None:
-    """Here that of an unfrozen layer; the checkpoint before it stays."""
+    """If an unfrozen layer cannot be compiled, training ends, and earlier checkpoints are kept."""
 
     def unfreeze(train_model: Any) -> None:
         train_model.second.trainable = True
@@ -265,7 +265,7 @@ def test_later_graphs_are_asked_about_before_they_are_used(train: Train) -> None
     assert forked.step == 6
 
 
-# ---- What --check says ---------------------------------------------------------------------------
+# ---- Messages of --check -------------------------------------------------------------------------
 
 
 def test_check_says_why_a_run_on_a_gpu_would_not_be_compiled(train: Train) -> None:
@@ -285,21 +285,23 @@ def test_check_names_layers_that_keras_builds_with_cudnn(train: Train) -> None:
         )
 
     state = train(small.hooks(create_model=create_model), steps=1)
-    expected = "as traced on a CPU, XLA can compile the step; on a GPU, however, Keras builds free "
+    expected = (
+        "XLA can compile the step as it was traced on a CPU; on a GPU, however, Keras builds free "
+    )
     assert compilation.explain_for_gpu(state).startswith(expected)
 
 
-# ---- On several replicas: one generator before the sum and after it ------------------------------
+# ---- Random numbers of compiled steps on several replicas ----------------------------------------
 
 WAYS: list[dict[str, Any]] = [
     {"jit_compile": False},
     {"jit_compile": True},
-    {"jit_compile": True, "virtual_devices": 3},  # of shares that differ in size
+    {"jit_compile": True, "virtual_devices": 3},  # The replicas' shares differ in size.
 ]
 
 
 class Drawing(keras.Model):
-    """Keeps the numbers that hooks have drawn."""
+    """Stores the random numbers that hooks have drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,14 +315,17 @@ class Drawing(keras.Model):
         return self.dense(inputs)
 
     def draw(self, name: str, step: Any) -> Any:
-        """The number of a step, which is the same in each hook."""
+        """Returns the random number of a step, which must be the same in each hook."""
         number = tf.random.stateless_normal([], [tf.cast(step, tf.int32), 7])
         self.drawn[name].assign(number)
         return number
 
 
 def drawing_hooks() -> Any:
-    """Noise that one hook adds to the gradients, another one takes away, but for a tenth."""
+    """Returns hooks that draw the same noise.
+
+    One hook adds the noise to the gradients, and another one subtracts 90 % of the noise.
+    """
 
     def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
         noise = train_model.draw("grad_pre", step)
@@ -346,7 +351,10 @@ def drawing_hooks() -> Any:
 
 
 def test_a_seed_gives_one_number_in_all_hooks_and_on_any_number_of_devices(train: Train) -> None:
-    """Though XLA's numbers are not those of a run that is not compiled."""
+    """All hooks draw the same number in a step, on one device and on three.
+
+    Compiled runs draw other numbers than runs that are not compiled.
+    """
     plain, on_one, on_three = (
         train(drawing_hooks(), steps=6, run_name=f"way-{number}", **settings)
         for number, settings in enumerate(WAYS)
@@ -361,7 +369,7 @@ def test_a_seed_gives_one_number_in_all_hooks_and_on_any_number_of_devices(train
 
 
 def test_an_update_that_draws_and_cannot_be_compiled_is_refused(train: Train) -> None:
-    """On several devices. One that draws nothing is not compiled there."""
+    """On several devices, an update must be compilable only if it draws random numbers."""
 
     def update_pre(gradients: Any, step: Any) -> Any:
         noise = tf.random.stateless_normal([], [tf.cast(step, tf.int32), 7])
@@ -370,8 +378,9 @@ def test_an_update_that_draws_and_cannot_be_compiled_is_refused(train: Train) ->
 
     settings = {"jit_compile": True, "virtual_devices": 2, "steps": 2}
     message = (
-        rf"^update_pre \({FILE.name}:\d+\): draws random numbers, which would differ .*; "
-        r"train with --no-jit-compile. \(update_pre .* compiles no tf.summary"
+        rf"^update_pre \({FILE.name}:\d+\): draws random numbers, and the update cannot be "
+        r"compiled, .*; "
+        r"train with --no-jit-compile. \(update_pre .* cannot compile tf.summary"
     )
     with pytest.raises(SetupError, match=message):
         train(small.hooks(update_pre=update_pre), **settings)
@@ -392,7 +401,7 @@ def read_as_text(tensor: tf.Tensor) -> tf.Tensor:
     "words", [("--steps=4000",), ("--trainings=10", "--steps=100", "--devices=1")]
 )
 def test_compiled_trainings_leak_neither_threads_nor_memory(words: tuple[str, ...]) -> None:
-    """Long ones on two devices, and ten in one process."""
+    """Neither a long training on two devices nor ten trainings in one process leak."""
     script = [sys.executable, "-m", "scripts.compiled_soak", *words]
     ended = subprocess.run(script, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "does not leak"), ended.stdout

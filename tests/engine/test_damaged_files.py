@@ -1,4 +1,4 @@
-"""Files of a run that are damaged, left behind by a kill, or written by somebody else."""
+"""Tests of a run's files that are damaged, left behind by a kill, or written by somebody else."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from tests.helpers.run_folders import SETTINGS, write_checkpoint
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run with checkpoints of steps 4 and 6."""
+    """Returns the folder of a run with checkpoints of steps 4 and 6."""
     run = tmp_path / "runs" / "a"
     write_checkpoint(run / "ckpt", 4)
     write_checkpoint(run / "ckpt", 6)
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], Any], with_checksum: bool) -> None:
-    """Changes a record; without a checksum and sizes it is as engine 1.0 has written it."""
+    """Changes a record. If ``with_checksum`` is false, it looks like a record of engine 1.0."""
     content = json.loads(path.read_text())
     if not with_checksum:
         for name in ("checksum", "sizes", "settings"):
@@ -75,7 +75,7 @@ def test_record_of_a_wrong_shape_is_damaged(run: Path, damage: str, with_checksu
 
 
 def test_record_without_a_checksum_is_read(run: Path) -> None:
-    """Such records were written by engine 1.0."""
+    """Engine 1.0 wrote records without a checksum."""
     expected = read_record(run / "ckpt", 6)
     rewrite(run / "ckpt/engine/ckpt-6.json", lambda record: None, with_checksum=False)
     record = read_record(run / "ckpt", 6)
@@ -91,7 +91,7 @@ def test_plausible_change_of_a_record_is_damage(run: Path) -> None:
 @pytest.mark.parametrize("name", ["ckpt-6.index", "engine/ckpt-6.data-00000-of-00001"])
 def test_file_of_another_size_is_damage(run: Path, name: str) -> None:
     (run / "ckpt" / name).write_bytes(b"x")
-    with pytest.raises(Damaged, match="not whole"):
+    with pytest.raises(Damaged, match="incomplete"):
         read_record(run / "ckpt", 6)
 
 
@@ -117,7 +117,7 @@ def test_progress_of_a_wrong_shape_is_refused(change: dict[str, Any]) -> None:
 
 
 def write_lines(count: int) -> Callable[[Path], Any]:
-    """Returns what leaves only the first lines of a file."""
+    """Returns a function that truncates a file to its first ``count`` lines."""
     return lambda path: path.write_text("\n".join(path.read_text().splitlines()[:count]) + "\n")
 
 
@@ -128,13 +128,16 @@ def write_lines(count: int) -> Callable[[Path], Any]:
         (write_lines(2), "batch_size.*is missing"),
         (write_lines(-1), "hparams.optimizer.*is missing"),
         (lambda path: path.write_text(path.read_text() + "seed: 3\n"), "'seed' is given twice"),
-        (lambda path: path.write_text(path.read_text().split("_size")[0]), "no valid YAML"),
+        (lambda path: path.write_text(path.read_text().split("_size")[0]), "not valid YAML"),
     ],
 )
 def test_damaged_config_file_of_a_run_is_refused(
     run: Path, damage: Callable[[Path], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run would go on with defaults, silently. Without the file, it takes recorded settings."""
+    """A damaged config.yaml is an error, because missing settings would silently be defaults.
+
+    Without the file, a run uses the settings that its checkpoints record.
+    """
     path = run / "config.yaml"
     damage(path)
     monkeypatch.chdir(run.parent.parent)
@@ -170,10 +173,10 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (LAUGHS, "aliases make more than 100,000 values"),
-        ("a: &a [*a]", "aliases make more than 100,000 values"),
+        (LAUGHS, "aliases expand to more than 100,000 values"),
+        ("a: &a [*a]", "aliases expand to more than 100,000 values"),
         ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
-        ("seed: " + "9" * 5000, "no valid YAML"),
+        ("seed: " + "9" * 5000, "not valid YAML"),
         ("a: 1\nb: {c: 1, c: 2}", "'c' is given twice"),
         ("- 1", "expected lines"),
     ],
@@ -190,7 +193,7 @@ def test_aliases_and_merged_mappings_are_read() -> None:
     assert values["hparams"] == {"width": 3, "depth": 2}
 
 
-# ---- What a kill leaves ------------------------------------------------------------------------
+# ---- Files that a killed process leaves --------------------------------------------------------
 
 
 def test_files_of_a_user_are_not_part_of_a_checkpoint(run: Path) -> None:
@@ -212,14 +215,14 @@ def test_files_of_a_killed_process_are_removed(run: Path) -> None:
     files = ["engine/ckpt-4.json.tmp", "engine/ckpt-6.data-00000-of-00001.tempstate123"]
     for name in files:
         (folder / name).write_bytes(b"")
-    (folder / "kept_temp").mkdir()  # of the user
+    (folder / "kept_temp").mkdir()  # This folder belongs to the user.
     sweep(folder)
     assert not any((folder / name).exists() for name in [*left, *files])
     assert (folder / "kept_temp").exists() and is_whole(folder, 4) and is_whole(folder, 6)
 
 
 def test_checkpoint_that_is_half_removed_goes(run: Path) -> None:
-    """Its record was removed, and then the process was killed."""
+    """The files of a checkpoint are removed if a process was killed after removing its record."""
     folder = run / "ckpt"
     for name in ("ckpt-4.index", "ckpt-4.data-00000-of-00001", "engine/ckpt-4.json"):
         (folder / name).unlink()
@@ -238,7 +241,7 @@ def test_torn_copy_of_the_best_checkpoint_is_copied_again(run: Path) -> None:
     sweep(folder)
     keep_best(folder, record, folder)
     assert is_whole(folder / "best", 6)
-    # Without the original, the damaged copy is left to whoever wants to look at it.
+    # If the original is lost, the damaged copy is kept, so that the user can inspect it.
     torn.unlink()
     for path in list_files(folder, 6):
         path.unlink()

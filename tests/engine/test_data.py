@@ -1,4 +1,4 @@
-"""The helpers of ctl_core.data; the states of readers; the code of the pages about data."""
+"""Tests of ctl_core.data, of the states of readers, and of the code in the pages about data."""
 
 import re
 import sys
@@ -72,20 +72,23 @@ def test_the_saved_position_is_small(tmp_path: Path) -> None:
 def test_the_state_of_a_reader_may_hold_a_tensor_of_pytorch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stand-in for its module: the state of a sampler's generator is such a tensor."""
+    """A reader's state may contain PyTorch tensors, such as the state of a sampler's generator.
+
+    The test uses a fake PyTorch module.
+    """
     Tensor = type("Tensor", (list,), {"__module__": "torch"})
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=Tensor))
     decoded = decode(encode({"generator": Tensor(range(5))}))["generator"]
     assert isinstance(decoded, Tensor) and decoded == [*range(5)]
 
 
-# ---- Splits and folds by hash: nothing moves when data are added --------------------------------
+# ---- Splits and folds by hash: additional data move no example ----------------------------------
 
 KEYS = [f"photos/{number}.jpg" for number in range(20_000)]
 
 
 def test_hash_of_keys_never_changes() -> None:
-    """These were worked out once; others would put the examples of every data set elsewhere."""
+    """The hashes are fixed, because other hashes would change the splits of existing projects."""
     assert fold_of([7, 12], 5).numpy().tolist() == fold_of(["7", "12"], 5).numpy().tolist()
     assert hash_of(["a", "cat/1.jpg", "ü"]).numpy().tolist() == [
         3694432073954588131,
@@ -97,7 +100,7 @@ def test_hash_of_keys_never_changes() -> None:
 def test_fractions_are_kept_and_the_rest_is_train() -> None:
     names, counts = np.unique(split_of(KEYS, {"validation": 0.1, "test": 0.25}), return_counts=True)
     assert names.tolist() == [b"test", b"train", b"validation"]
-    # Four standard deviations of what tossing a coin would give.
+    # The tolerance is four standard deviations of a random split.
     np.testing.assert_allclose(counts / len(KEYS), [0.25, 0.65, 0.1], atol=4 * 0.0034)
     assert set(split_of(KEYS, {}).numpy()) == {b"train"}
 
@@ -144,7 +147,7 @@ def test_code_of_the_pages_on_data_trains_and_resumes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Block by block, in a project with the digits."""
+    """Each pipeline that the pages show trains and resumes in a project with the digits dataset."""
     pytest.importorskip("grain")
     (tmp_path / "data").symlink_to(TEMPLATE / "data")
     monkeypatch.chdir(tmp_path)

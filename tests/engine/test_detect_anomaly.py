@@ -1,4 +1,4 @@
-"""NaN and infinities: the first is named with step, op and line; all are counted."""
+"""Tests that the first NaN or infinity is reported with step, op and line, and all are counted."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.golden.engine import locate, read_table
 from tests.helpers.cases import assert_weights, make_hooks, norm_model, regression_data, sliced
 from tests.helpers.project import Cli, Train, failed
 
-# Of 40 examples in batches of 8, one of the second batch is 0.
+# The program has 40 examples in batches of 8. All inputs of one example in the second batch are 0.
 DATA = f"""{small.CALLBACKS}
 x, y = small.data(40)
 x[13] = 0.0
@@ -61,12 +61,12 @@ def test_anomaly_is_traced_to_step_op_hook_and_line(cli: Cli, name: str) -> None
     source = f"{DATA}{code}\n"
     flags = ("--virtual-devices", "1" if name == "a layer" else "2")
     failed(cli(source, "--detect-anomaly", *flags), *words, *locate(source))
-    tf.math.log(tf.constant(-1.0))  # what is no part of that training is not checked
+    tf.math.log(tf.constant(-1.0))  # After the training, ops are no longer checked.
 
 
 @pytest.mark.parametrize("settings", [{"deterministic": True}, {"logical_replicas": 4}])
 def test_a_deterministic_loss_is_no_anomaly(train: Train, settings: Any) -> None:
-    """TensorFlow has a NaN ready there, for labels that do not exist."""
+    """A NaN that TensorFlow's deterministic loss contains for invalid labels is not reported."""
     inputs, target = regression_data()
     labels = (target[:, 0] > 0).astype("int64")
     hooks = make_hooks(
@@ -89,7 +89,7 @@ def test_detect_anomaly_leaves_weights_of_a_sound_run_alone(train: Train) -> Non
     assert_weights(train(hooks, detect_anomaly=True, **settings), plain)
 
 
-# ---- Without detect_anomaly: what is said and counted --------------------------------------------
+# ---- Messages and counts without detect_anomaly --------------------------------------------------
 
 BATCH = 16
 
@@ -104,7 +104,7 @@ BATCH = 16
 def test_first_step_with_a_loss_that_is_not_finite_is_named(
     train: Train, capsys: pytest.CaptureFixture[str], ends: tuple[int, ...], settings: Any
 ) -> None:
-    """For the last example of a batch of three; also by a run that goes on."""
+    """Only the first step with a NaN loss is named, even if the run is resumed after this step."""
     inputs, target = (np.tile(array, (2, 1))[: 12 * BATCH] for array in regression_data())
     target[[step * BATCH - 1 for step in (3, 4, 7)]] = np.nan
     for steps in ends:
@@ -115,11 +115,11 @@ def test_first_step_with_a_loss_that_is_not_finite_is_named(
     assert (
         printed.count("the loss of step 3 is not finite; --detect-anomaly finds the op, layer") == 1
     )
-    assert "the loss was not finite in 3 of 9 steps, from 3 to 7." in printed
+    assert "the loss was not finite in 3 of 9 steps, first in step 3, last in step 7." in printed
 
 
 def test_nan_gradients_are_counted(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a finite loss: 0 times infinity."""
+    """NaN gradients are counted even if the loss is finite. Here they are 0 times infinity."""
 
     def grad_pre(loss: Any, train_model: Any, step: Any) -> Any:
         zeros = 0.0 * train_model.weights[-1]
@@ -128,13 +128,13 @@ def test_nan_gradients_are_counted(train: Train, capsys: pytest.CaptureFixture[s
 
     train(make_hooks(grad_pre=grad_pre), steps=6, virtual_devices=2)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "update_pre was passed NaN in gradients in 1 of 6 steps with a finite loss;" in printed
+    assert "update_pre received NaN in gradients in 1 of 6 steps with a finite loss;" in printed
 
 
 def test_nan_gradients_are_counted_for_every_update_pre(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also for one that replaces the gradient which has NaN."""
+    """NaN gradients are counted even if ``update_pre`` replaces the gradient that contains NaN."""
 
     def grad_pre(loss: Any, train_model: Any) -> Any:
         return loss + tf.norm(0.0 * train_model.weights[-1]), 0.0, train_model.trainable_variables
@@ -145,4 +145,4 @@ def test_nan_gradients_are_counted_for_every_update_pre(
 
     train(make_hooks(grad_pre=grad_pre, update_pre=update_pre), steps=1)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "update_pre was passed NaN in gradients in 1 of 1 steps with a finite loss;" in printed
+    assert "update_pre received NaN in gradients in 1 of 1 steps with a finite loss;" in printed

@@ -1,4 +1,4 @@
-"""Adam, and an embedding that is looked up several times in a batch, as docs/guarantees.md says."""
+"""Tests Adam with embedding rows that occur several times in a batch (see docs/guarantees.md)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Several sets of data, models of their own, metrics of training; what an evaluation decides."""
+"""Tests of evaluations on several datasets, of training metrics, and of early stopping."""
 
 import math
 import re
@@ -28,7 +28,7 @@ from tests.helpers.project import EVALUATED, Cli, Train, refused
 
 
 def sets_hooks(**sets: Any) -> Any:
-    """Evaluates several sets, with the metrics of ``eval_hooks``."""
+    """Returns hooks that evaluate several datasets with the metrics of ``eval_hooks``."""
     hooks = eval_hooks(1)
     hooks.create_eval_dataset = lambda per_replica_batch_size: {
         name: small.slices(arrays)(per_replica_batch_size) for name, arrays in sets.items()
@@ -37,7 +37,7 @@ def sets_hooks(**sets: Any) -> Any:
 
 
 def test_values_of_each_evaluation_set_equal_numpy(train: Train) -> None:
-    """Each has metrics of its own, and elements of its own kind."""
+    """Each dataset has separate metrics, and the datasets may have different dtypes."""
     inputs, target = small.data(25)
     hooks = sets_hooks(a=small.data(7), b=(inputs.astype("float64"), target))
     hooks.input_pre = lambda batch: tf.cast(batch[0], tf.float32)
@@ -72,7 +72,7 @@ def create_eval_dataset():
 
 @pytest.mark.slow
 def test_several_sets_decide_and_are_evaluated_and_predicted(cli: Cli) -> None:
-    """An error that falls is not better where the most is."""
+    """With ``max``, an error that becomes smaller is no improvement, so training stops early."""
     flags = ["--limit-eval=1", "--eval-every=5", "--keep-best=test/loss"]
     out = cli(CHOOSING, *flags, "--steps=20", "--early-stop=val/error:max:1").out
     assert "eval: val/loss " in out and "ended early: step 10" in out
@@ -80,13 +80,13 @@ def test_several_sets_decide_and_are_evaluated_and_predicted(cli: Cli) -> None:
     assert "  test/error " in cli(None, command=("evaluate",)).out
     flags = ["--dataset", "test", "--include", "1", "--include", "0"]
     assert cli(None, *flags, command=("predict",)).code == 0
-    inputs, target = (array[37:] for array in small.data())  # all, whatever limit_eval says
+    inputs, target = (array[37:] for array in small.data())  # ``predict`` ignores limit_eval.
     with np.load("runs/a/predictions-test.npz") as file:
         np.testing.assert_array_equal(file["batch/0"], inputs)
         np.testing.assert_array_equal(file["batch/1"], target)
         np.testing.assert_allclose(file["output"], ctl_core.load("runs/a")(inputs), rtol=1e-5)
     outcome = cli(None, *flags, "--include", "label", command=("predict",))
-    refused(outcome, "include: expected some of 0, 1, got 'label'")
+    refused(outcome, "include: expected names from 0, 1, got 'label'")
     for flags in ([], ["--dataset", "tset"]):
         refused(cli(None, *flags, command=("predict",)), "dataset: expected one of val, test")
 
@@ -110,15 +110,18 @@ def in_branch(batch: Any) -> Any:
 
 
 def test_an_exchange_where_replicas_cannot_meet_is_refused(train: Train) -> None:
-    """One replica meets itself anywhere."""
+    """On several replicas, an exchange in a branch or in a nested function is an error."""
     for hook, compiled in ((in_function, False), (in_branch, False), (in_branch, True)):
-        hooks, message = make_hooks(input_pre=hook), "no exchange" if compiled else "merge_call"
+        hooks, message = (
+            make_hooks(input_pre=hook),
+            "exchanges between replicas" if compiled else "merge_call",
+        )
         with pytest.raises(ctl_core.SetupError, match=rf"^input_pre \(\w+.py:\d+\): .*{message}"):
             train(hooks, steps=1, virtual_devices=2, jit_compile=compiled)
     assert train(hooks, steps=2, jit_compile=True).step == 2
 
 
-# ---- Metrics of training: over all examples since the last line ----------------------------------
+# ---- Metrics of training, computed over all examples since the last line -------------------------
 
 STEPS, EVERY = 14, 4
 
@@ -126,7 +129,7 @@ STEPS, EVERY = 14, 4
 def metrics() -> dict[str, keras.Metric]:
     return {
         "error": keras.metrics.MeanAbsoluteError(),
-        "f1": keras.metrics.F1Score("macro", 0.5),  # makes its variables when first used
+        "f1": keras.metrics.F1Score("macro", 0.5),  # F1Score creates its variables on first use.
         "mean": keras.metrics.Mean(),
     }
 
@@ -143,7 +146,7 @@ HOOKS = small.hooks(create_train_metrics=metrics, train_metric_pre=arguments)
 
 
 def by_hand() -> list[dict[str, float]]:
-    """The lines of a plain loop, with the metrics of Keras."""
+    """Returns the lines that a plain loop would log, computed with the metrics of Keras."""
     metric_values, lines, model = metrics(), [], small.create_model()
     for step, batch in enumerate(small.create_dataset(16).repeat().take(STEPS), 1):
         output = model(batch[0])
@@ -168,7 +171,7 @@ def by_hand() -> list[dict[str, float]]:
 def test_training_metrics_are_those_of_a_plain_loop(
     train: Train, ends: tuple[int, ...], settings: dict[str, Any]
 ) -> None:
-    """Also of a run that goes on."""
+    """The metrics of a training are correct even if the run is resumed between two lines."""
     settings |= {"log_every": EVERY, "learning_rate": small.RATE}
     for steps in ends:
         state = train(HOOKS, steps=steps, **settings)
@@ -178,7 +181,7 @@ def test_training_metrics_are_those_of_a_plain_loop(
         assert reported == pytest.approx(line, rel=1e-5)
 
 
-# ---- What an evaluation decides: hooks after it, the best checkpoint, early stop -----------------
+# ---- Decisions after an evaluation: hooks, the best checkpoint, early stopping -------------------
 
 OFTEN = {"eval_every": 5, "ckpt_every": 10, "learning_rate": 0.3}
 
@@ -186,14 +189,15 @@ OFTEN = {"eval_every": 5, "ckpt_every": 10, "learning_rate": 0.3}
 def evaluated_hooks(**more: Any) -> Any:
     inputs, target = regression_data()
     evaluation = {
-        "create_eval_dataset": sliced((inputs[:64], -target[:64])),  # gets worse as it learns
+        # The targets are negated, so that evaluations get worse while the model learns.
+        "create_eval_dataset": sliced((inputs[:64], -target[:64])),
         "create_metrics": lambda: {"error": keras.metrics.MeanAbsoluteError()},
     }
     return small.hooks(**{**evaluation, **more})
 
 
 def plateau(seen: list[Any]) -> Any:
-    """``keras.callbacks.ReduceLROnPlateau`` with patience 2, as a hook with a state."""
+    """Returns a hook that works like ``keras.callbacks.ReduceLROnPlateau`` with patience 2."""
 
     def after_eval(metrics: dict[str, float], step: int, lr: Any, state: dict[str, Any]) -> None:
         seen.append((step, metrics["loss"], float(lr)))
@@ -229,7 +233,10 @@ def test_a_resumed_run_decides_as_a_whole_one_does(train: Train) -> None:
 
 
 def test_hooks_may_be_several_save_and_end_training(train: Train) -> None:
-    """More steps go on as if it had not ended, also where the checkpoint of the end is lost."""
+    """If a hook ends training, a later start with more steps continues as if it had not ended.
+
+    This also holds if the last checkpoint is lost.
+    """
     whole = train(evaluated_hooks(), steps=21, run_name="whole", eval_every=5, ckpt_every=0)
     order: list[Any] = []
 
@@ -271,9 +278,9 @@ def test_early_stop_stops_where_keras_does(
     assert state.ended and state.step == 5 * len(stopped.epoch)
     printed = capsys.readouterr().out
     assert "early_stop: error was not better than" in printed and "ended early: step" in printed
-    assert train(hooks, steps=200, **settings).step == state.step  # it stays stopped
+    assert train(hooks, steps=200, **settings).step == state.step  # The run stays ended.
     more = train(hooks, steps=400, **settings)
-    assert more.step == state.step + 5 * patience  # and goes on where it is told to
+    assert more.step == state.step + 5 * patience  # With more steps, the run resumes.
 
 
 def test_keep_best_without_metric_or_direction_is_refused(train: Train) -> None:
@@ -288,7 +295,7 @@ def test_keep_best_without_metric_or_direction_is_refused(train: Train) -> None:
 
 
 def test_criterion_ends_training_after_its_patience() -> None:
-    """NaN and an equal value are no better; the progress of the run has all it needs."""
+    """Neither NaN nor an equal value is an improvement. The criterion's state is in ``best``."""
     (criterion,) = read_criteria(Config(early_stop="error:2"), ["loss", "error"])
     best: dict[str, list[float]] = {}
     values = [math.nan, 3.0, 2.0, 2.0, 1.0, math.nan]
@@ -309,7 +316,7 @@ def test_direction_of_criterion(setting: str, is_highest: bool) -> None:
     assert criterion.judge(1, {setting.split(":")[0]: 1.0}, {}) is None
 
 
-# ---- Evaluations that mean nothing ---------------------------------------------------------------
+# ---- Evaluations without a meaningful result -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,9 +327,11 @@ def test_direction_of_criterion(setting: str, is_highest: bool) -> None:
     ],
 )
 def test_evaluation_data_without_rows_are_refused(train: Train, create_eval_dataset: Any) -> None:
-    """In the words that create_dataset is refused in."""
+    """Evaluation data without rows are reported in the same words as such training data."""
     hooks = make_hooks(create_eval_dataset=create_eval_dataset)
-    with pytest.raises(ctl_core.SetupError, match=r"create_eval_dataset .*have a row for each"):
+    with pytest.raises(
+        ctl_core.SetupError, match=r"create_eval_dataset .*tensors with one row per"
+    ):
         train(hooks, steps=1)
 
 
@@ -343,7 +352,7 @@ def test_metric_with_two_names_is_refused(train: Train) -> None:
 def test_evaluation_that_counts_nothing_is_never_the_best(
     train: Train, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """The mean of no errors is 0, which would be the lowest."""
+    """The mean error over no examples is 0, which would otherwise be the best value."""
     extra: dict[str, Any] = {}
     if kind == "no weight":
         extra["batch_weight"] = lambda: 0.0
@@ -360,7 +369,7 @@ def test_evaluation_that_counts_nothing_is_never_the_best(
 def test_sample_weights_that_count_nothing_are_reported(
     train: Train, capsys: pytest.CaptureFixture[str], weights: list[float], devices: int
 ) -> None:
-    """A mean over examples divides by their number, so it would be 0 or NaN."""
+    """If all sample weights are 0 or NaN, the mean loss is 0 or NaN, and a warning is printed."""
     data = (*small.data(8), np.array(weights, np.float32))
     hooks = make_hooks(create_eval_dataset=small.slices(data))
     hooks.create_dataset = small.slices((*small.data(8), np.ones(8, np.float32)))

@@ -1,4 +1,4 @@
-"""The code of docs/fine-tuning.md: models are built and frozen as the page says."""
+"""Tests that the code of docs/fine-tuning.md builds and freezes models as the page says."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "fine-tuning.md"
 
 
 class _Rate(keras.optimizers.schedules.LearningRateSchedule):
-    """Stands for ``lr`` of the engine: a schedule that is multiplied and assigned."""
+    """Replaces the engine's ``lr``, a schedule that can be multiplied and assigned."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -41,7 +41,7 @@ def test_a_frozen_base_is_unfrozen_and_has_a_rate_of_its_own(
     create_base = functools.partial(keras.applications.MobileNetV2, alpha=0.35)
 
     def create_untrained(weights: str, **values: Any) -> keras.Model:
-        assert weights == "imagenet"  # which would be downloaded
+        assert weights == "imagenet"  # Keras would download these weights.
         return create_base(weights=None, **values)
 
     monkeypatch.setattr(keras.applications, "MobileNetV2", create_untrained)
@@ -60,7 +60,7 @@ def test_a_frozen_base_is_unfrozen_and_has_a_rate_of_its_own(
     shown["unfreeze"](model, rate)
     assert len(model.trainable_variables) > 100
     assert rate.value == pytest.approx(0.01)
-    optimizer.build(model.trainable_variables)  # raises if a variable is in no group
+    optimizer.build(model.trainable_variables)  # This fails if a variable is in no group.
 
 
 def test_adapters_are_all_that_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

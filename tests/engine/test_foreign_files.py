@@ -1,4 +1,4 @@
-"""Files of somebody else get no power: the code that a run names, a SavedModel, links, paths."""
+"""Tests that files from untrusted sources neither run code nor redirect the engine's writes."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.helpers.run_folders import write_checkpoint
 
 
 def write_run(folder: Path, **settings: Any) -> Path:
-    """Writes a run with these settings; returns its folder."""
+    """Writes a run with the given settings and returns its folder."""
     config = Config(steps=8, **settings)
     write_checkpoint(folder / "ckpt", 4, config=config)
     write_config(config, folder / "config.yaml")
@@ -37,9 +37,9 @@ def test_fork_does_not_run_the_code_that_the_other_run_names(
     command = parse_command(["train", "--fork", str(foreign), "--run-name", "mine"])
     config = command.config
     assert (config.callbacks, config.listener, config.batch_size) == ("callbacks.py", None, 7)
-    assert [note.split(", which")[0] for note in command.notes] == [
-        "fork: that run had --callbacks theirs.py",
-        "fork: that run had --listener theirs.Listener",
+    assert [note.split(", but")[0] for note in command.notes] == [
+        "fork: that run used --callbacks theirs.py",
+        "fork: that run used --listener theirs.Listener",
     ]
     named = parse_command(["train", "--fork", str(foreign), "--callbacks", "theirs.py"])
     assert named.config.callbacks == "theirs.py" and len(named.notes) == 1
@@ -65,7 +65,7 @@ def test_file_outside_of_the_project_is_run_only_if_it_is_named(
             is_named=parsed.names_callbacks,
         ).path
 
-    with pytest.raises(SetupError, match=r"outside\.py, outside of the project .* name it"):
+    with pytest.raises(SetupError, match=r"outside\.py, outside the project .* pass it"):
         find()
     assert find("--callbacks", str(outside)).samefile(outside)
 
@@ -76,7 +76,7 @@ class WritesFile(tf.saved_model.experimental.TrackableResource):  # type: ignore
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = str(path)
-        self.resource_handle  # noqa: B018  # creates it
+        self.resource_handle  # noqa: B018  # Reading the handle creates the resource.
 
     def _create_resource(self) -> tf.Tensor:
         return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name="written")
@@ -93,7 +93,7 @@ def test_saved_model_gives_its_weights_and_runs_nothing(tmp_path: Path) -> None:
     tf.saved_model.save(saved, str(tmp_path / "saved"))
     (tmp_path / "written").unlink(missing_ok=True)
     tf.saved_model.load(str(tmp_path / "saved"))
-    assert (tmp_path / "written").exists()  # so it would be noticed
+    assert (tmp_path / "written").exists()  # Loading the SavedModel writes the file.
     (tmp_path / "written").unlink()
     other = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="out")], name="m")
     hook: Any = "create_model"
@@ -126,12 +126,12 @@ def test_log_that_is_a_link_is_refused(train: Train, tmp_path: Path) -> None:
 def test_list_of_checkpoints_outside_of_the_folder_is_refused(
     train: Train, tmp_path: Path, place: str
 ) -> None:
-    """The manager would delete them once there are more than it keeps."""
+    """The list is refused, because the manager would delete the listed files as old checkpoints."""
     folder = train(make_hooks(), steps=2, ckpt_every=1).run_dir / "ckpt"
     path = folder / "checkpoint"
     listed = f'all_model_checkpoint_paths: "{place.format(folder=tmp_path)}"\n'
     path.write_text(path.read_text() + listed)
-    with pytest.raises(SetupError, match=r"outside/ckpt-1, which is outside of the folder"):
+    with pytest.raises(SetupError, match=r"outside/ckpt-1, which is outside the folder"):
         train(make_hooks(), steps=3)
     path.unlink()
     assert train(make_hooks(), steps=3).step == 3

@@ -1,6 +1,6 @@
-"""On a GPU: the weights of a plain loop on it; a checkpoint's way to the CPU and back.
+"""Tests on a GPU: weights equal those of a plain loop, and checkpoints can move between devices.
 
-Tests have parts of a GPU, and train on one of them, but where two are asked for.
+The GPU is split into logical devices. Most tests train on one of them, and some on two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def whole_float32() -> Iterator[None]:
 
 
 def images(per_replica_batch_size: int) -> tf.data.Dataset:
-    """Pictures and words, as indices, with a class."""
+    """Returns a dataset of examples that consist of a picture, six word indices and a class."""
     random = np.random.default_rng(2)
     pictures = random.normal(size=(96, 8, 8, 1)).astype("float32")
     words, classes = random.integers(0, 50, (96, 6)), random.integers(0, 3, 96)
@@ -43,7 +43,7 @@ def images(per_replica_batch_size: int) -> tf.data.Dataset:
 
 
 def mixed_model() -> keras.Model:
-    """Convolution, batch normalisation, LSTM, and an embedding, whose gradients are sparse."""
+    """Returns a model with convolution, batch normalization, an LSTM and a sparse embedding."""
     layer = keras.layers
     picture, words = keras.Input((8, 8, 1)), keras.Input((6,), dtype="int64")
     seen = layer.BatchNormalization(synchronized=True)(
@@ -66,7 +66,7 @@ MIXED = small.hooks(
 
 
 def assert_plain(state: Any, hooks: Any) -> None:
-    """Compares what was trained with the weights of a plain loop."""
+    """Asserts that the trained weights are close to those of a plain loop."""
     batches = hooks.create_dataset(small.BATCH).repeat().take(SETTINGS["steps"])
     plain = Reference(hooks).train(batches).parts.train_model
     assert_close(state.train_model.weights, plain.weights, 1e-4, 1e-5)
@@ -75,7 +75,7 @@ def assert_plain(state: Any, hooks: Any) -> None:
 @pytest.mark.parametrize("hooks", [small.hooks(), MIXED], ids=["dense", "mixed"])
 @pytest.mark.parametrize("ways", [{"jit_compile": False}, {}], ids=["graph", "executable"])
 def test_weights_on_a_gpu_are_those_of_a_plain_loop(train: Train, hooks: Any, ways: Any) -> None:
-    """Compiled without being told to."""
+    """By default, training on a GPU is compiled."""
     state = train(hooks, **SETTINGS, **ways)
     assert state.compilation.is_compiled == (not ways), state.compilation
     assert {weight.value.device[-5:] for weight in state.train_model.weights} == {"GPU:0"}
@@ -86,14 +86,17 @@ def test_weights_on_a_gpu_are_those_of_a_plain_loop(train: Train, hooks: Any, wa
 def test_replicas_do_not_drift_apart(
     train: Train, hooks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint compares them."""
+    """Replicas keep equal weights, which the engine checks whenever it saves a checkpoint."""
     monkeypatch.setattr(build, "create_strategy", on_gpus.create_strategy)
     assert_plain(train(hooks, **SETTINGS, virtual_devices=2, ckpt_every=5), hooks)
 
 
 @pytest.mark.parametrize("ways", [{}, {"jit_compile": True}], ids=["graph", "executable"])
 def test_half_precision_is_near_the_whole(train: Train, ways: Any) -> None:
-    """Of a loss so small that, multiplied by 32768, its gradients do not overflow at once."""
+    """Training in float16 reaches nearly the weights of training in float32.
+
+    The loss is small, so that its gradients do not overflow with the initial loss scale of 32768.
+    """
     hooks = small.hooks(create_loss=lambda: lambda pair: small.squared_error(pair) / 256)
     settings = {**SETTINGS, "learning_rate": 256 * small.RATE, "precision": "float16"}
     rounded = train(hooks, **settings, **ways)
@@ -106,7 +109,7 @@ def test_half_precision_is_near_the_whole(train: Train, ways: Any) -> None:
 
 
 def test_layers_of_cudnn_are_not_compiled(train: Train) -> None:
-    """They are named; without cuDNN, the same layer is compiled."""
+    """The message names the op of cuDNN. Without cuDNN, the same layer is compiled."""
 
     def recurrent(use_cudnn: Any) -> keras.Model:
         layers = [
@@ -125,7 +128,7 @@ def test_layers_of_cudnn_are_not_compiled(train: Train) -> None:
 
 
 def test_a_checkpoint_goes_to_the_cpu_and_back(train: Train) -> None:
-    """Compiled from the first step to the last, without being told to."""
+    """A run that moves between GPU and CPU stays compiled, although no setting says so."""
     hooks = small.hooks(create_eval_dataset=small.create_eval_dataset)
     on_cpu = {"virtual_devices": 2, "strategy": "auto"}
     for steps, settings in ((7, {}), (13, on_cpu), (20, {})):

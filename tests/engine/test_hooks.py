@@ -1,5 +1,6 @@
-"""Each hook: overriding it changes what it should and only that; leaving it out, the default."""
+"""Tests of hooks: the effect of overriding them, their defaults, and hooks in the documentation."""
 
+import ast
 import functools
 import inspect
 import json
@@ -47,8 +48,8 @@ def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -
         every_steps={1: lambda batch: seen.append(batch[0].numpy())},
     )
     train(hooks, steps=7, virtual_devices=2)
-    assert sizes == {16}  # as on one device
-    # No example is left out: the seventh batch runs over the end of the pass.
+    assert sizes == {16}  # The size does not depend on the number of devices.
+    # No example is left out, because the seventh batch continues with the next pass.
     expected = np.tile(regression_data()[0], (2, 1))[: 7 * 16]
     np.testing.assert_array_equal(np.concatenate(seen), expected)
     hooks.make_batches = lambda dataset: dataset.batch(16).take(4)
@@ -56,25 +57,82 @@ def test_make_batches_gets_the_repeated_dataset_and_may_batch_it(train: Train) -
         train(hooks, run_name="ends")
 
 
-def test_hook_table_survives_python_without_docstrings() -> None:
-    """As Python leaves them out with ``-OO``."""
+def test_hook_table_survives_python_without_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python leaves them out with ``-OO``; lines fit the terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
     command = [sys.executable, "-OO", "-m", "ctl_core", "hooks"]
-    assert subprocess.check_output(command, cwd=ROOT, text=True) == format_table()
+    text = subprocess.check_output(command, cwd=ROOT, text=True)
+    assert text == format_table()
+    assert max(map(len, text.splitlines())) <= 80
+    assert set(re.findall(r"^  ([a-z_]+)  ", text, re.M)) == SPECS.keys()
 
 
-@pytest.mark.parametrize("stub", ["digits.py", "blank.py"])
-def test_stubs_show_the_defaults(stub: str) -> None:
-    """Word for word, with docstrings, so that the reader sees what runs without a hook."""
-    text = (ROOT / "templates" / "examples" / stub).read_text()
-    names = {*SPECS, "print_step", "print_loss"} & {*vars(defaults)}
-    names -= {"turns", "create_train_metrics", "train_metric_pre"}  # which few need
-    names -= {"at_step"}  # which has a type in the engine
-    names -= {"create_metrics"} if stub == "digits.py" else set()
-    for name in names:
-        assert f"\n{read_default_source(name)}\n" in text, name
-    assert "\nat_step = {}\n" in text
-    for name in ("create_dataset", "create_model", "create_loss", "batch_weight"):
-        assert name in text
+EXAMPLES = sorted((ROOT / "templates" / "examples").glob("*.py"))
+
+
+def test_stub_has_every_hook_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """As code, or as an example in comments; the example blank is the stub."""
+    assert main(["hooks", "--stub"]) == 0
+    stub = capsys.readouterr().out
+    assert stub == (ROOT / "templates" / "examples" / "blank.py").read_text(), "make generated"
+    defined: dict[str, Any] = {}
+    exec(stub, defined)
+    in_comments = re.findall(r"^# (?:def )?(\w+)(?: = |\()", stub, re.M)
+    assert sorted(in_comments) == sorted(SPECS.keys() - defined.keys())
+    for name in SPECS.keys() & defined.keys():
+        assert read_default_source(name).splitlines()[-1] in stub.splitlines(), name
+    assert {"update_pre", "every_steps", "at_step", "create_train_metrics"} < defined.keys()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_stub_of_one_hook(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hooks", name, "--stub"]) == 0
+    part = capsys.readouterr().out
+    assert re.search(rf"^(# )?(def )?{name}( = |\()", part, re.M)
+    main(["hooks", "--stub"])
+    assert part in capsys.readouterr().out
+
+
+def test_training_with_the_stub_has_the_weights_of_the_defaults(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything that the stub defines is there, with the three hooks that are required."""
+    main(["hooks", "--stub"])
+    stub = hooks_of(capsys.readouterr().out, tmp_path)
+    required = {spec.name for spec in SPECS.values() if spec.is_required}
+    assert len(stub) > 10 and not required & stub.keys()
+    plain, written = (
+        train(make_hooks(**hooks), steps=5, log_every=5, run_name=name)
+        for name, hooks in (("plain", {}), ("written", stub))
+    )
+    for expected, weight in zip(
+        plain.train_model.weights, written.train_model.weights, strict=True
+    ):
+        np.testing.assert_array_equal(expected, weight)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_head_of_an_example_lists_its_hooks(example: Path) -> None:
+    """Those that are required and those that it uses, in the docstring, and no other is below."""
+    if example.stem in ("blank", "make_records"):
+        pytest.skip("has all hooks, or none")
+    tree = ast.parse(example.read_text())
+    head = ast.get_docstring(tree) or ""
+    lists = re.search(r"^ *required:(.*?)used here:(.*?)(?:optional:|\n\n)", head, re.M | re.S)
+    assert lists is not None
+    required, used = (re.findall(r"\w+", names) for names in lists.groups())
+    assert required == [spec.name for spec in SPECS.values() if spec.is_required]
+    names: set[str] = set()
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef):
+            names.add(statement.name)
+        elif isinstance(statement, ast.Assign):
+            names |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    assert {*required, *used} == names & SPECS.keys()
+    assert len(used) == len({*used})
+    optional = set(re.findall(r"^ {4}(?:optional:| {9}) +(\w+)  ", head, re.M))
+    assert optional <= SPECS.keys() - names
+    assert set(re.findall(r"ctl_core hooks (\w+)", head)) <= SPECS.keys()
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -103,7 +161,7 @@ def test_the_command_line_explains_a_hook(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_named_results_are_plain_tuples_with_names(train: Train) -> None:
-    """Weights are those of the same values without names."""
+    """Named results train the same weights as plain tuples."""
 
     def grad_pre(loss: Any, train_model: Any) -> Any:
         return ctl_core.Objective(
@@ -134,7 +192,7 @@ def doubled(batch: Any, factor: float = 2.0) -> Any:
 
 
 class Doubler:
-    """A hook that is an object."""
+    """A callable object that is used as a hook."""
 
     factor = 2.0
 
@@ -144,7 +202,7 @@ class Doubler:
 
 @functools.wraps(defaults.input_pre)
 def decorated(batch: Any) -> Any:
-    """A default with a decorator, whose work must not get lost."""
+    """Has the metadata of a default but doubles the inputs, so the engine has to call it."""
     return doubled(batch)
 
 
@@ -169,7 +227,7 @@ def leading_dimension(batch: Any) -> Any:
 
 
 def count_examples(batch: Any) -> Any:
-    """Looks like the default, whose helper is another function."""
+    """Has the source code of the default, but calls another ``leading_dimension``."""
     return leading_dimension(batch)
 
 
@@ -179,7 +237,7 @@ def test_hook_that_resembles_a_default_is_called(train: Train) -> None:
 
 
 class Descent:
-    """An optimizer that is an object of one's own, which TensorFlow does not track."""
+    """A user-defined optimizer, which TensorFlow does not track."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -211,7 +269,7 @@ def test_hook_state_falls_back_with_the_checkpoint(
 
     hooks = make_hooks(every_steps={1: count})
     records = train(hooks, steps=9, ckpt_every=3).run_dir / "ckpt" / "engine"
-    # Written in the background, while hooks went on: each holds what was there at its step.
+    # Checkpoints are written in the background, but contain the hook state of their own steps.
     for step in (3, 6, 9):
         kept = json.loads((records / f"ckpt-{step}.json").read_text())["progress"]["hook_state"]
         assert kept == {"steps": list(range(1, step + 1))}
@@ -234,7 +292,9 @@ def test_chief_is_an_argument_of_host_hooks_also_of_deferred_ones(train: Train) 
     looks_on = ctl_core.deferred(lambda step, chief: seen.append((step, chief)))
     train(make_hooks(every_steps={1: looks_on}), steps=2)
     assert seen == [(1, True), (2, True)]
-    with pytest.raises(ctl_core.SetupError, match="may name dev, step, chief, config, hparams"):
+    with pytest.raises(
+        ctl_core.SetupError, match="the available ones are dev, step, chief, config, hparams"
+    ):
         train(make_hooks(every_steps={1: ctl_core.deferred(lambda state: None)}))
 
 
@@ -242,7 +302,7 @@ def test_chief_is_an_argument_of_host_hooks_also_of_deferred_ones(train: Train) 
 def test_train_metrics_are_updated_with_the_users_metric_pre(
     train: Train, returns_dict: bool
 ) -> None:
-    """The mean of ten times the targets of one batch."""
+    """Training metrics receive the values that the user's ``metric_pre`` returns."""
 
     def metric_pre(batch: Any) -> Any:
         scaled = 10.0 * batch[1]
@@ -265,7 +325,7 @@ def test_a_metric_pre_without_a_train_metric_is_refused(train: Train) -> None:
         train(hooks)
 
 
-# ---- The hooks that the documents show are trained with, as they stand there ---------------------
+# ---- Training with the hooks that the documentation shows ----------------------------------------
 
 PAGES = ROOT / "docs"
 
@@ -279,7 +339,7 @@ PAGES_OF_HOOKS = (
     *("hooks", "custom-losses", "optimizers", "several-objectives", "host-hooks", "metrics"),
     *("averages", "tensorboard"),
 )
-# The other blocks of tensorboard.md read what a run has written.
+# The other blocks of tensorboard.md read the files of a trained run.
 BLOCKS = [
     block
     for page in PAGES_OF_HOOKS
@@ -290,7 +350,7 @@ SMALL = {"steps": 12, "eval_every": 2, "log_every": 4}
 
 
 def hooks_of(block: str, folder: Path) -> dict[str, Any]:
-    """The hooks that a block defines."""
+    """Returns the hooks that a code block defines."""
     file = folder / "shown.py"
     file.write_text(block)
     shown: dict[str, Any] = {"keras": keras, "tf": tf, "ctl": ctl_core}
@@ -299,7 +359,7 @@ def hooks_of(block: str, folder: Path) -> dict[str, Any]:
 
 
 def test_the_program_of_the_readme_learns(tmp_path: Path) -> None:
-    """As it stands there, and with the three hooks that change it."""
+    """The program learns, both without and with the three hooks that the README adds."""
     text = (PAGES.parent / "README.md").read_text()
     program, changes = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     for name, source in (("plain", program), ("changed", program + changes)):
@@ -317,7 +377,7 @@ def test_the_program_of_the_readme_learns(tmp_path: Path) -> None:
 def test_the_program_of_the_first_page_reads_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 300 rows with two inputs and their sum, the last hundred are held out."""
+    """The program learns from a table of 300 rows, which contain two inputs and their sum."""
     monkeypatch.chdir(tmp_path)
     inputs = np.random.default_rng(0).normal(size=(300, 2))
     table = np.concatenate([inputs, inputs.sum(axis=1, keepdims=True)], axis=1)
@@ -337,11 +397,12 @@ SHOWN = [block for block in BLOCKS if "turns" not in block]
 
 @pytest.mark.parametrize("block", small.slow_but(*SHOWN[::3], of=SHOWN))
 def test_hooks_shown_in_documents_train(train: Train, tmp_path: Path, block: str) -> None:
-    hooks = hooks_of(block.replace("00:", ":"), tmp_path)  # 500: of so few steps
+    # The test trains few steps, so periods such as 500 steps are divided by 100.
+    hooks = hooks_of(block.replace("00:", ":"), tmp_path)
     assert hooks
     base = {"create_model": Followed, "create_eval_dataset": sliced(regression_data())}
     state = train(make_hooks(**{**base, **hooks}), learning_rate=1e-12, **SMALL)
-    if "lr.assign" in block:  # after_eval: it had learnt nothing, four times
+    if "lr.assign" in block:  # The documented hook lowers lr, because no evaluation improves.
         assert float(state.lr) < 1e-12
     names = {name for line in state.history for name in line}
     shown = {"mean_loss", "norm", "error", "size"}
@@ -352,7 +413,7 @@ def test_hooks_shown_in_documents_train(train: Train, tmp_path: Path, block: str
 
 
 class Images(keras.Model):
-    """What is needed for the GAN that is shown."""
+    """A model with the two networks that the GAN of the documentation needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,14 +435,14 @@ def test_gan_shown_in_documents_trains(train: Train, tmp_path: Path) -> None:
 def test_listener_and_flags_shown_in_documents_work(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The listener hears a run, and the flags of a sweep's trial are settings."""
+    """The documented listener receives a run's events, and a trial's flags become settings."""
     shown: dict[str, Any] = {}
     for page in ("experiment-trackers.md", "hyperparameter-search.md"):
         (block,) = read_blocks(page)
         exec(block, shown)
     config = ctl_core.Config(steps=2, runs_dir=str(tmp_path), run_name="a", eval_every=1)
     hooks = make_hooks(create_eval_dataset=sliced(regression_data()))
-    ctl_core.train(hooks, config, listeners=[shown["Heard"]()])
+    ctl_core.train(hooks, config, listeners=[shown["Printer"]()])
     out = capsys.readouterr().out
     assert "a eval 1 {'loss': " in out and "a is done" in out
     trial = optuna.trial.FixedTrial({"learning_rate": 0.01, "width": 32})
@@ -393,7 +454,10 @@ def test_listener_and_flags_shown_in_documents_work(
 def test_loop_shown_in_documents_has_the_weights_of_its_hooks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two devices, by the command that is shown; at a rate so high, a rounding grows."""
+    """The documented hooks, trained on two devices, reach the weights of the documented loop.
+
+    The tolerance is large, because the high learning rate amplifies rounding errors.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     page = "moving-a-loop.md"
@@ -411,11 +475,29 @@ def test_loop_shown_in_documents_has_the_weights_of_its_hooks(
     assert float(state.lr) == float(loop["optimizer"].learning_rate) == 0.25
 
 
+@pytest.mark.slow
+def test_fit_script_shown_in_documents_has_the_weights_of_its_hooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the shuffle, whose order in later epochs is another one in fit."""
+    monkeypatch.chdir(tmp_path)
+    page = "moving-from-fit.md"
+    for name, block in zip(("fit", "callbacks"), read_blocks(page), strict=True):
+        assert ".shuffle(800)" in block
+        Path(f"{name}.py").write_text(block.replace(".shuffle(800)", ""))
+    model = runpy.run_path("fit.py")["model"]
+    (settings,) = re.findall(r"^```yaml\n(.*?)^```$", (PAGES / page).read_text(), re.M | re.DOTALL)
+    Path("config.yaml").write_text(settings)
+    config = ctl_core.load_config("config.yaml", virtual_devices=2)
+    state = ctl_core.train(runpy.run_path("callbacks.py"), config)
+    compare.assert_close(state.train_model.weights, model.weights, 1e-4, 1e-4)
+
+
 @pytest.mark.parametrize("devices", small.slow_but(3, of=[1, 3]))
 def test_two_towers_shown_in_documents_have_the_weights_of_a_loop(
     train: Train, devices: int
 ) -> None:
-    """Of 64 pairs on three devices, the first device has one row more than the others."""
+    """The weights equal those of a loop, even if three devices share 64 pairs unevenly."""
     (block,) = (block for block in read_blocks("exchanging-values.md") if "TwoTowers" in block)
     shown: dict[str, Any] = {}
     exec(block, shown)
@@ -436,8 +518,11 @@ def test_two_towers_shown_in_documents_have_the_weights_of_a_loop(
 
 
 def train_two_towers(shown: Any, weights: list[Any], steps: int, rate: float) -> list[Any]:
-    """Returns the weights of a loop on one device: a batch's own items are on the diagonal."""
-    keras.utils.set_random_seed(0)  # as the run does; the shuffle depends on it
+    """Trains a plain loop on one device and returns the weights of both towers.
+
+    In the matrix of logits, the diagonal contains the matching pairs.
+    """
+    keras.utils.set_random_seed(0)  # The shuffle depends on the seed, which is that of the run.
     user_table, item_table = (tf.Variable(weight) for weight in weights)
     for user, item in shown["create_dataset"](64).take(steps):
         with tf.GradientTape() as tape:

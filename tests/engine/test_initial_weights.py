@@ -1,4 +1,4 @@
-"""Runs that start with the weights of something else, and whatever is built from these weights."""
+"""Tests of runs that load initial weights, and of all values that depend on these weights."""
 
 import functools
 import shutil
@@ -18,25 +18,26 @@ from tests.golden.lookahead import Lookahead
 from tests.golden.reference import RATE, Reference
 
 STEPS = 7
-# The second device shows that replicas start alike; the first one is enough to find the cause.
+# Two devices show whether replicas start with equal weights. With one device, it is easier to find
+# the cause of a failure.
 DEVICES = pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 
 
 def train_source(train: engine.Train, **hooks: Any) -> ctl_core.State:
-    """Trains the run whose weights the others start with."""
+    """Trains the run from which other runs load their initial weights."""
     return train(small.hooks(**hooks), **small.settings(5, run_name="source"))
 
 
 @pytest.fixture(scope="module")
 def trained_source(tmp_path_factory: pytest.TempPathFactory) -> ctl_core.State:
-    """The source of the tests that need no special one."""
+    """Returns the trained run from which most tests load initial weights."""
     runs = tmp_path_factory.mktemp("runs")
     return train_source(functools.partial(engine.train, runs=runs))
 
 
 @pytest.fixture
 def source(trained_source: ctl_core.State, tmp_path: Path) -> ctl_core.State:
-    """The same, of which a copy is among the runs of the test."""
+    """Returns the shared source run, and copies its folder to the runs of the test."""
     shutil.copytree(trained_source.run_dir, tmp_path / "runs" / "source")
     return trained_source
 
@@ -57,7 +58,7 @@ def create_lookahead() -> keras.optimizers.Optimizer:
 
 
 def create_averaging() -> keras.optimizers.Optimizer:
-    """Every third step replaces the weights by their average."""
+    """Returns an optimizer that replaces the weights by their average at every third step."""
     return keras.optimizers.SGD(RATE, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)
 
 
@@ -105,7 +106,7 @@ def test_an_optimizer_that_copies_weights_of_a_file(
 def test_a_fork_and_a_resumed_run_keep_their_slow_weights(
     train: engine.Train, source: ctl_core.State, devices: int
 ) -> None:
-    """They do not load the weights of ``init_from`` again."""
+    """Neither a fork nor a resumed run loads the weights of ``init_from`` again."""
     hooks = small.hooks(create_opt=create_lookahead)
     expected = small.plain(STEPS, model=copy_model(source), optimizer=Lookahead(RATE))
     more = {"init_from": "source", "virtual_devices": devices}
@@ -138,7 +139,7 @@ def test_the_average_of_the_weights(
 
 @DEVICES
 def test_hooks_that_copy_weights(train: engine.Train, source: ctl_core.State, devices: int) -> None:
-    """``update_pre`` pulls the weights back to where they started, ``create_eval_model`` copies."""
+    """Hooks that copy the weights at the beginning copy the loaded weights."""
 
     def pull_back() -> Callable[..., Any]:
         anchors: list[tf.Variable] = []
@@ -173,7 +174,7 @@ def test_hooks_that_copy_weights(train: engine.Train, source: ctl_core.State, de
 
 
 class HeadForEvaluation(keras.Model):
-    """Has one more layer, whose variables exist once an evaluation was traced."""
+    """Has an additional layer whose variables are created when an evaluation is traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,11 +205,14 @@ def test_a_layer_that_only_evaluations_call(train: engine.Train, tmp_path: Path,
     compare.assert_same(state.train_model.weights, source.train_model.weights)
 
 
-# ---- What the other run calls its model --------------------------------------------------------
+# ---- Sources that save their model under another name ------------------------------------------
 
 
 def name_model(*names: str) -> Callable[..., Any]:
-    """Returns a ``create_ckpt`` that saves the model as the first name, copies as the others."""
+    """Returns a ``create_ckpt`` that saves the model by the first name.
+
+    For each further name, it saves a copy of the model.
+    """
 
     def create_ckpt(ckpt_path: str, step: Any, optimizer: Any, train_model: Any) -> Any:
         models = [train_model, *(keras.models.clone_model(train_model) for _ in names[1:])]
@@ -233,18 +237,20 @@ def test_a_run_with_several_models_that_fit(train: engine.Train) -> None:
         train(small.hooks(), **small.settings(0, run_name="b", init_from="source"))
     assert "\n" not in str(error.value)
     other = small.hooks(create_model=lambda: small.model_with(keras.layers.BatchNormalization()))
-    with pytest.raises(ctl_core.SetupError, match=r"holds copy, network, .* none has the") as error:
+    with pytest.raises(
+        ctl_core.SetupError, match=r"contains copy, network, .*none of which has the"
+    ) as error:
         train(other, **small.settings(0, run_name="b", init_from="source"))
     assert "\n" not in str(error.value)
 
 
-# ---- A part of the weights: init_skip ----------------------------------------------------------
+# ---- Loading a part of the weights with init_skip ----------------------------------------------
 
 CLASSES = 3
 
 
 def create_classifier(classes: int = CLASSES, *layers: keras.layers.Layer) -> keras.Model:
-    """Has the layers of ``small.create_model``; the head may have another shape."""
+    """Returns a model like ``small.create_model`` that may have a head of another shape."""
     return keras.Sequential(
         [
             keras.Input((small.FEATURES,)),
@@ -260,17 +266,17 @@ def create_source() -> keras.Model:
 
 
 def fill_head(shape: Any, dtype: Any = None) -> Any:
-    """The initial values of a head depend on its shape alone."""
+    """Returns initial values that depend only on the shape."""
     return np.random.default_rng(2).normal(scale=0.3, size=shape).astype("float32")
 
 
 def classifier_hooks(**more: Any) -> Any:
-    """Trains three outputs towards one target, by a loss for each example."""
+    """Returns hooks that train three outputs towards the same target."""
     return small.hooks(create_model=create_classifier, **more)
 
 
 def find_line(lines: str, setting: str) -> str:
-    """Returns the only line of a run about a setting."""
+    """Returns the line about a setting, and asserts that there is only one such line."""
     (line,) = [line for line in lines.splitlines() if f"{setting}: " in line]
     return line
 
@@ -291,7 +297,7 @@ def test_run_with_another_head_begins_with_the_other_layers(
     kind: str,
     devices: int,
 ) -> None:
-    """A run of three outputs begins with the hidden layer of a run of one."""
+    """A model with three outputs starts with the hidden layer of a model with one output."""
     hooks = small.hooks(create_model=create_source)
     source = train(hooks, **small.settings(5, run_name="source", ckpt_every=2))
     model = create_source()
@@ -317,7 +323,7 @@ def test_run_with_another_head_begins_with_the_other_layers(
     state = train(classifier_hooks(), **small.settings(STEPS, run_name="b", **more))
     compare.assert_close(state.train_model.weights, expected.weights)
     lines = "".join(capfd.readouterr())
-    assert "init_from: 2 of 4 variables are those of " in find_line(lines, "init_from")
+    assert "init_from: 2 of 4 variables are loaded from " in find_line(lines, "init_from")
     skipped = find_line(lines, "init_skip")
     assert "2 of 4 variables keep their initial values: " in skipped
     assert "out/kernel (shape (8, 3), (8, 1) in the source)" in skipped
@@ -326,7 +332,7 @@ def test_run_with_another_head_begins_with_the_other_layers(
 
 
 def test_variables_that_do_not_fit_are_listed(train: engine.Train) -> None:
-    """A layer of the same name and other shape, one that is missing, and a misspelt pattern."""
+    """Errors list variables of another shape, missing variables, and patterns without a match."""
 
     def create_deeper() -> keras.Model:
         extra = keras.layers.Dense(CLASSES, name="extra")
@@ -367,7 +373,7 @@ def test_a_layer_that_fits_and_is_skipped(train: engine.Train, source: ctl_core.
 
 
 def test_a_layer_that_only_evaluations_call_is_skipped(train: engine.Train) -> None:
-    """Its variables do not exist yet when the weights are loaded first."""
+    """``init_skip`` also applies to variables that are created after the weights are loaded."""
 
     def create_body() -> Any:
         model = HeadForEvaluation()
@@ -391,7 +397,10 @@ def test_a_layer_that_only_evaluations_call_is_skipped(train: engine.Train) -> N
 def test_adapters_and_the_weights_of_the_base(
     train: engine.Train, source: ctl_core.State, tmp_path: Path, kind: str
 ) -> None:
-    """Matrices of 0 would never be trained: reading a Keras file would leave them like that."""
+    """The matrices of an adapter keep their initial values when the base's weights are loaded.
+
+    Keras sets both matrices to 0 when it reads a file. Such matrices could never be trained.
+    """
 
     def create_adapted() -> keras.Model:
         model = small.create_model()

@@ -1,7 +1,7 @@
-"""Killed at random moments and started again, a run is the one that was never interrupted.
+"""Tests that runs killed at random moments equal runs that were never interrupted.
 
-And a cluster that loses a whole host: network namespaces with addresses of their
-own, of which one's cable is pulled, so that nothing tells the other one but heartbeats.
+Another test simulates a cluster that loses a host. Two network namespaces serve as hosts. The test
+cuts the connection between them, so that only missing heartbeats reveal the loss.
 """
 
 import contextlib
@@ -76,43 +76,45 @@ at_step = {30: halve, 60: halve}
 """
 )
 SETTINGS = "--batch-size=16 --ckpt-every=7 --eval-every=20 --deterministic"
-PAUSE = "--hparams.pause=0.02"  # so that kills do not all come too late
+PAUSE = "--hparams.pause=0.02"  # Without a pause, runs would end before most of the kills.
 
 
 @dataclasses.dataclass(frozen=True)
 class Project:
-    """The project's folder, and how it is trained."""
+    """A project in a folder, which is trained for a number of steps by a number of workers."""
 
     folder: Path
     steps: int = 300
     workers: int = 1
 
     def make(self) -> Self:
-        """Writes the hooks."""
+        """Writes callbacks.py and returns the project."""
         (self.folder / "callbacks.py").write_text(CALLBACKS)
         return self
 
     def start(
         self, run: str, *flags: str, before: Sequence[str] = (), **how: Any
     ) -> subprocess.Popen[bytes]:
-        """Starts training, where the run ended if it is there already.
+        """Starts training in a new process. If the run exists, it is resumed.
 
         Args:
-            before: a command that runs the command, such as ``nice``
-            how: see ``subprocess.Popen``
+            run: the name of the run
+            flags: additional flags of the command
+            before: a command that runs the training command, such as ``nice``
+            how: keyword arguments of ``subprocess.Popen``
         """
         command = [*before, sys.executable, "-m", "ctl_core", "train", *SETTINGS.split()]
         command += [f"--steps={self.steps}", f"--run-name={run}", *flags]
         if self.workers > 1:
             command += [f"--workers={self.workers}", "--max-restarts=1000000"]
         environ = {**how.pop("env", os.environ), "PYTHONPATH": lean.PYTHONPATH}
-        environ.pop("TF_CPP_MIN_LOG_LEVEL", None)  # the engine's own choice is to be seen
+        environ.pop("TF_CPP_MIN_LOG_LEVEL", None)  # The engine chooses the log level itself.
         with (self.folder / f"{run}.log").open("ab") as log:
             how = {"stdout": log, "stderr": log, **how}
             return subprocess.Popen(command, cwd=self.folder, env=environ, **how)
 
     def train_whole(self, run: str) -> float:
-        """Trains undisturbed; returns how long the start took (seconds)."""
+        """Trains without kills and returns the duration of the start-up in seconds."""
         begun, process = time.time(), self.start(run)
         Moment("step", 0).wait(self, run, process)
         startup = time.time() - begun
@@ -125,7 +127,7 @@ class Project:
         return [json.loads(text) for text in path.read_text().splitlines()]
 
     def tensors(self, run: str) -> dict[str, bytes]:
-        """Reads the last checkpoint, all but the data pipeline's own serialized form."""
+        """Returns all values of the last checkpoint except the serialized data pipeline."""
         return {
             f"{folder}/{key}": np.asarray(value).tobytes()
             for folder in ("", "engine")
@@ -136,7 +138,7 @@ class Project:
         }
 
     def compare(self, run: str, whole: str) -> None:
-        """Compares two runs bit for bit: all that is saved, and each line of the metrics."""
+        """Asserts that two runs have equal checkpoints, bit for bit, and equal metrics."""
         expected, actual = self.tensors(whole), self.tensors(run)
         assert {
             key for key in {*expected, *actual} if expected.get(key) != actual.get(key)
@@ -147,7 +149,7 @@ class Project:
         assert lines == self.lines(whole)
 
     def processes(self) -> list[int]:
-        """Returns what still runs in the project's folder."""
+        """Returns the ids of processes that still run in the project's folder."""
         pids = []
         for path in Path("/proc").glob("[0-9]*/cwd"):
             with contextlib.suppress(OSError):
@@ -156,20 +158,20 @@ class Project:
         return pids
 
     def marks(self, run: str, kind: str) -> set[Any]:
-        """Returns what shows how far a run is: its files of checkpoints, or how much it said."""
+        """Returns signs of a run's progress: checkpoint files, or the size of the metrics file."""
         folder = self.folder / "runs" / run
         if kind == "file":
-            walk = os.walk(folder / "ckpt")  # pathlib fails where a folder is removed meanwhile
+            walk = os.walk(folder / "ckpt")  # Unlike pathlib, os.walk tolerates removed folders.
             return {name for _, folders, files in walk for name in (*folders, *files)}
         return {path.stat().st_size for path in folder.glob("metrics.jsonl")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """When to kill: ``delay`` seconds after something has happened ``count`` times.
+    """The moment of a kill: ``delay`` seconds after an event has happened ``count`` times.
 
     Attributes:
-        after: start, step, or file (a new one of a checkpoint)
+        after: the event, which is "start", "step" or "file" (a new file of a checkpoint)
     """
 
     after: str
@@ -177,7 +179,7 @@ class Moment:
     count: int = 1
 
     def wait(self, project: Project, run: str, process: subprocess.Popen[bytes]) -> bool:
-        """Waits for the moment; returns whether it came before the process ended."""
+        """Waits for the moment. Returns False if the process ends first."""
         limit, known, seen = time.time() + 900, project.marks(run, self.after), 0
         while self.after != "start" and seen < self.count:
             assert time.time() < limit, f"{run} does not get on"
@@ -192,15 +194,17 @@ class Moment:
 
 
 def draw_moments(seed: int, startup: float) -> Iterator[Moment]:
-    """Draws moments over everything that a run does; most in start-up, where kills cost less.
+    """Yields random moments in all phases of a run, mostly in start-up, where kills cost least.
 
     Args:
-        startup: how long a start takes (seconds)
+        seed: the seed of the random numbers
+        startup: the duration of the start-up in seconds
     """
     draw = random.Random(seed)
     while True:
         moments = [
-            Moment("start", draw.uniform(0, 0.1 * startup)),  # after another kill: twice in a row
+            # The delay is short, so that two kills follow each other immediately.
+            Moment("start", draw.uniform(0, 0.1 * startup)),
             Moment("start", draw.uniform(0, startup)),
             Moment("step", draw.uniform(0, 2)),
             Moment("file", draw.uniform(0, 0.01), draw.randint(1, 14)),
@@ -209,7 +213,10 @@ def draw_moments(seed: int, startup: float) -> Iterator[Moment]:
 
 
 def train_and_kill(project: Project, plan: Iterator[Moment], kills: int) -> list[str]:
-    """Trains runs until so many kills are spent; returns their names, each trained to its end."""
+    """Trains runs that are killed ``kills`` times in total, and returns the names of the runs.
+
+    Each run is trained to its last step.
+    """
     runs, done = list[str](), 0
     while done < kills:
         runs.append(run := f"killed-{len(runs) + 1}")
@@ -224,7 +231,7 @@ def train_and_kill(project: Project, plan: Iterator[Moment], kills: int) -> list
 
 
 def find_workers(supervisor: int) -> list[int]:
-    """Returns the processes of the workers that run under a supervisor."""
+    """Returns the process ids of a supervisor's workers."""
     workers = []
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text()
@@ -244,7 +251,10 @@ def test_run_of_one_process_survives_any_kill(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="compiles scripts/kill_at.c")
 def test_runs_survive_kills_before_a_file_operation(tmp_path: Path) -> None:
-    """As ``make soak`` does, which kills much more often: two replicas, and old files removed."""
+    """Runs on two replicas survive kills before a file operation.
+
+    ``make soak`` uses the same script with many more kills.
+    """
     words = [str(tmp_path), "--kills=4", "--seed=0"]
     command = [sys.executable, "-m", "scripts.soak_operations", *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -261,7 +271,7 @@ def until_none_is_left(project: Project) -> None:
 
 @pytest.mark.cluster
 def test_run_of_a_cluster_survives_any_kill(tmp_path: Path) -> None:
-    """Its supervisor is terminated and killed, then its workers are killed."""
+    """A run of a cluster survives kills of its supervisor and of its workers."""
     project = Project(tmp_path, steps=60, workers=2).make()
     project.train_whole("whole")
     assert project.processes() == []
@@ -283,7 +293,7 @@ def test_run_of_a_cluster_survives_any_kill(tmp_path: Path) -> None:
     project.compare("killed-1", "whole")
 
 
-# ---- A host that falls silent -------------------------------------------------------------------
+# ---- A host that is disconnected ----------------------------------------------------------------
 
 HOSTS = {f"ctl{os.getpid()}a": "10.213.77.1", f"ctl{os.getpid()}b": "10.213.77.2"}
 
@@ -294,7 +304,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """The names of two hosts, joined by a cable."""
+    """Yields the names of two simulated hosts that are connected by a virtual cable."""
     if shutil.which("ip") is None:
         pytest.skip("needs the command ip")
     try:
@@ -316,7 +326,7 @@ def hosts() -> Iterator[list[str]]:
 
 
 def start(project: Project) -> list[subprocess.Popen[bytes]]:
-    """Starts one process on each host; their run folder is shared."""
+    """Starts one process on each host. The processes share the run folder."""
     workers = [f"{address}:2222" for address in HOSTS.values()]
     started = []
     for index, host in enumerate(HOSTS):
@@ -331,10 +341,10 @@ def start(project: Project) -> list[subprocess.Popen[bytes]]:
 
 @pytest.mark.cluster
 def test_run_survives_the_loss_of_a_host(hosts: list[str], tmp_path: Path) -> None:
-    """All end with the code of a lost peer, and the run goes on."""
+    """After the loss of a host, all processes exit with code 75 (lost peer). The run can resume."""
     project = Project(tmp_path, steps=30).make()
     both = start(project)
-    # While a checkpoint is saved, not the first one.
+    # Disconnects the host while a checkpoint other than the first one is being saved.
     assert Moment("file", 0, 12).wait(project, "lost", both[0])
     ip("-n", hosts[1], "link", "set", "cable", "down")
     try:

@@ -1,6 +1,6 @@
-"""How processes start as a cluster: the supervisor of one here, TF_CONFIG, waiting for the others.
+"""Tests of starting a cluster: the local supervisor, TF_CONFIG, and waiting for other processes.
 
-The supervisor's workers are a few lines of plain Python.
+The workers of the supervisor are short Python programs that do not train.
 """
 
 import json
@@ -35,7 +35,8 @@ child = subprocess.Popen(["sleep", "600"])
 """
 RUN = Path("runs/a")
 
-# What every fake worker begins with. `start` counts from 1; `pids/` has a file per process.
+# The first lines of every fake worker. `start` counts the starts of a worker, beginning with 1.
+# The folder `pids/` contains a file for each process.
 PREAMBLE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -58,7 +59,7 @@ def wait_for(*names):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty project folder, in which workers find the engine."""
+    """Returns an empty project folder. Workers that start in the folder can import the engine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", lean.PYTHONPATH)
     for name in ("TF_CONFIG", "CUDA_VISIBLE_DEVICES"):
@@ -68,7 +69,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fake(body: str) -> list[str]:
-    """Returns the command of a worker that does this."""
+    """Writes a fake worker that executes ``body``, and returns its command."""
     Path("fake.py").write_text(PREAMBLE + body)
     return [sys.executable, "fake.py"]
 
@@ -78,7 +79,7 @@ def run(body: str, workers: int = 2, **settings: Any) -> int:
 
 
 def start(body: str, workers: int = 2, **how: Any) -> subprocess.Popen[bytes]:
-    """Starts a supervisor of its own process."""
+    """Starts a supervisor in a separate process."""
     program = (
         "import sys; from pathlib import Path; from ctl_core.cluster.supervisor import supervise; "
         f"sys.exit(supervise({fake(body)!r}, Path({str(RUN)!r}), {workers}, peer_grace=0.3))"
@@ -97,7 +98,7 @@ def pids() -> list[int]:
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        stat = Path(f"/proc/{pid}/stat")  # one that nobody waits for is not alive
+        stat = Path(f"/proc/{pid}/stat")  # The file shows whether the process is a zombie.
         return not stat.parents[1].joinpath("self").exists() or (
             stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
         )
@@ -136,7 +137,10 @@ assert sys.stdin.read() == "" and os.getpgrp() == os.getpid()
 def test_the_chief_says_once_that_ports_are_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line has the cure if processes may be on other machines; one process has no port."""
+    """If processes may be on other machines, the line also says how to protect the ports.
+
+    A single process opens no port, so it prints no line.
+    """
     monkeypatch.setattr(strategy, "wait_for_others", lambda _: None)
     monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", lambda _: None)
 
@@ -161,7 +165,7 @@ def test_the_chief_says_once_that_ports_are_open(
 
 
 def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sees its own alone, and with virtual devices, which are the CPU's, none."""
+    """Each worker sees only its share of the GPUs. With virtual devices, it sees only the CPU."""
     with pytest.raises(SetupError, match=r"the command line: ./train.sh --workers 2$"):
         ctl_core.train(SimpleNamespace(), Config(steps=1, workers=2))
     gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{n}", "GPU") for n in range(4)]
@@ -194,14 +198,14 @@ def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     grown = [(gpu, True) for gpu in gpus]
     assert prepare(2) == [(gpus[2:], "GPU"), *grown[2:], {"GPU": 2}]
     assert prepare(2, devices=2) == prepare(2, 2, shares=False) == [([], "GPU"), {"GPU": 0}]
-    with pytest.raises(SetupError, match=r"workers: 3 workers cannot share 4 GPUs evenly; take"):
+    with pytest.raises(SetupError, match=r"workers: 3 workers cannot share 4 GPUs evenly; use"):
         prepare(3)
     strategy._join_cluster.cache_clear()
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((143, 143), 143), ((1, 75), 1), ((2, 0), 2)])
 def test_exit_codes(codes: tuple[int, int], expected: int) -> None:
-    """What a worker has started ends with it."""
+    """The supervisor returns the exit code of a failed worker, and child processes end, too."""
     assert run(f"{CHILD}sys.exit({codes}[index])") == expected
     assert len(pids()) == 4, "started once"
     until(lambda: not any(map(alive, pids())))
@@ -238,7 +242,7 @@ if start <= 2:
 
 
 def test_supervisor_gives_up_after_the_last_restart(capfd: Captured) -> None:
-    """All that ended are named: what the others made of it, too."""
+    """The message names all workers that ended, even a worker that ended because of another one."""
     body = "sys.exit(75) if index else os.kill(os.getpid(), signal.SIGSEGV)"
     with pytest.raises(RunError, match=r"worker 0 was killed by SIGSEGV.* max_restarts is 1"):
         run(body, max_restarts=1)
@@ -258,7 +262,7 @@ def test_failure_of_a_hook_is_printed_once(capfd: Captured) -> None:
 
 # ---- Signals and kills
 
-# Notes each signal; ends after `most` of them, as the engine does after saving.
+# A worker that records each signal. It ends after `most` signals, as the engine does after saving.
 LISTENER = """
 received = []
 
@@ -286,7 +290,7 @@ def ready() -> bool:
 
 
 def test_a_signal_is_passed_on_once_and_nothing_is_started_again() -> None:
-    """Also if a worker crashes when it has been told."""
+    """After a signal, no worker is restarted, even if a worker crashes."""
     parent = start("most = 1" + LISTENER)
     until(ready)
     parent.send_signal(signal.SIGINT)
@@ -295,7 +299,7 @@ def test_a_signal_is_passed_on_once_and_nothing_is_started_again() -> None:
     assert len(pids()) == 2
     parent = start("Path(f'ready-{index}').write_text('again')\ntime.sleep(600)")
     until(lambda: all(Path(f"ready-{index}").read_text() for index in (0, 1)))
-    parent.send_signal(signal.SIGTERM)  # to workers that do not listen
+    parent.send_signal(signal.SIGTERM)  # These workers do not handle the signal.
     assert parent.wait() == 143 and len(pids()) == 4
 
 
@@ -311,7 +315,7 @@ def test_workers_that_do_not_stop_are_killed_after_a_second_sigint() -> None:
     assert parent.poll() is None and not Path("got-0-3").exists()
     assert Path("got-1-2").read_text() == "2"
     parent.send_signal(signal.SIGINT)
-    assert parent.wait() == -signal.SIGINT  # KeyboardInterrupt; of the command, 130
+    assert parent.wait() == -signal.SIGINT  # The command converts this to exit code 130.
     assert not any(map(alive, pids())) and len(pids()) == 2
 
 
@@ -324,7 +328,7 @@ def test_no_process_is_left_when_the_supervisor_is_killed() -> None:
     until(lambda: not any(map(alive, pids())))
 
 
-# ---- What TF_CONFIG makes of a process, and how processes wait for each other --------------------
+# ---- Roles in TF_CONFIG, and waiting for other processes -----------------------------------------
 
 HOSTS = ["a:1", "b:2", "c:3"]
 
@@ -339,7 +343,8 @@ def tf_config(cluster: object, job: str, index: object) -> dict[str, str]:
         ({"worker": HOSTS}, "worker", 1, Task(3, 1, tuple(HOSTS))),
         ({"chief": ["d:4"], "worker": HOSTS}, "worker", "0", Task(4, 1, ("d:4", *HOSTS))),
         ({"master": ["d:4"], "worker": HOSTS}, "master", 0, Task(4, 0, ("d:4", *HOSTS))),
-        ({"worker": ["here"]}, "worker", 0, Task(1, 0, ("here",))),  # nobody connects to it
+        # A single process needs no port, because no other process connects to it.
+        ({"worker": ["here"]}, "worker", 0, Task(1, 0, ("here",))),
         ({"worker": HOSTS}, "evaluator", 0, Task(kind="evaluator")),
         ({"worker": HOSTS, "ps": ["e:5"]}, "ps", 0, Task(kind="ps")),
     ],
@@ -358,7 +363,7 @@ def test_tf_config_tells_what_a_process_is(
         ({"worker": HOSTS}, "worker", 3),
         ({"worker": HOSTS}, "chief", 0),
         ({"worker": HOSTS}, "tpu_worker", 0),
-        ({"chief": ["b:2"], "worker": HOSTS}, "chief", 0),  # one address twice
+        ({"chief": ["b:2"], "worker": HOSTS}, "chief", 0),  # The address b:2 occurs twice.
     ],
 )
 def test_a_cluster_that_cannot_train_is_refused(cluster: Any, job: str, index: int) -> None:
@@ -367,7 +372,7 @@ def test_a_cluster_that_cannot_train_is_refused(cluster: Any, job: str, index: i
 
 
 def test_settings_that_a_cluster_cannot_have_are_refused() -> None:
-    with pytest.raises(SetupError, match="run_name: a cluster needs one"):
+    with pytest.raises(SetupError, match="run_name: required in a cluster"):
         read_task(Config(), tf_config({"worker": HOSTS}, "worker", 1))
     with pytest.raises(SetupError, match=r"multi_worker needs TF_CONFIG .* --workers K"):
         read_task(Config(strategy="multi_worker"), {})
@@ -392,7 +397,7 @@ def test_a_ps_ends_at_once_and_an_evaluator_watches_the_run(
     monkeypatch.setenv("TF_CONFIG", tf_config({"worker": HOSTS}, "evaluator", 0)["TF_CONFIG"])
     words = ["train", "--steps", "3", "--run-name", "a"]
     assert main(words) == 75
-    assert "after 1 s, there is no run to evaluate: runs/a" in capsys.readouterr().err
+    assert "no run to evaluate appeared at runs/a within 1 s" in capsys.readouterr().err
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text("steps: 3\nworkers: 2\n")
     assert main(words) == 0
@@ -406,7 +411,9 @@ def test_wait_for_peers_names_silent_addresses(
     monkeypatch.setattr(tasks, "LONGEST", 0.5)
     task = Task(3, 0, tuple(f"127.0.0.1:{port}" for port in supervisor.find_free_ports(3)))
     with tasks._listen(task.addresses[1]):
-        with pytest.raises(PeerLost, match=f"no answer .* from process 2 at {task.addresses[2]}."):
+        with pytest.raises(
+            PeerLost, match=f"no answer from process 2 at {task.addresses[2]} within"
+        ):
             tasks.wait_for_others(task)
         who = f"process 2 at {task.addresses[2]}"
         assert capsys.readouterr().out == f"cluster: waiting; no answer from {who}\n"

@@ -1,4 +1,4 @@
-"""What load, predict and export make of a run is the same, bit for bit."""
+"""Tests that ``load``, ``predict`` and ``export`` compute the same outputs from a run."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ def create_model():
     layers = keras.layers.RandomFlip(seed=1), keras.layers.Flatten(), keras.layers.Dense(3)
     return keras.Sequential([keras.Input((8, 8, 1)), *layers])
 """
-# A model of a dict within a dict, whose outputs are one, too; it gets a label that it does not use.
+# A model whose inputs and outputs are nested dicts. It does not use the input "label".
 NESTED = f"""{small.CALLBACKS}
 x = np.random.default_rng(0).normal(size=(3, 32, 4)).astype("float32")
 create_dataset = small.slices(
@@ -87,11 +87,11 @@ def test_nested_inputs_have_names_in_files_and_signatures(cli: Cli) -> None:
     arrays["others/negative"] = x[2, :3]
     np.savez("x.npz", **arrays)
     outcome = cli(None, "--input", "x.npz", command=("predict",))
-    refused(outcome, "others/negative [3, 4]", "as many examples each")
+    refused(outcome, "others/negative [3, 4]", "equally many examples")
 
 
 def test_inputs_and_models_that_do_not_fit_are_refused(train: Train) -> None:
-    """Numbers are cut off nowhere: where they would be, they are refused."""
+    """Inputs that do not fit are refused, including numbers that a conversion would truncate."""
     number = tf.function(input_signature=[{"n": tf.TensorSpec([None], tf.uint8)}])
     serve = number(lambda inputs: tf.one_hot(inputs["n"], small.FEATURES))
     state = train(small.hooks(), steps=3)
@@ -102,13 +102,13 @@ def test_inputs_and_models_that_do_not_fit_are_refused(train: Train) -> None:
         with pytest.raises(ctl_core.SetupError, match=r"^input: expected n uint8 \(None,\): "):
             served(wrong)
     hooks = small.hooks(create_inference_model=lambda model: keras.layers.Dense(2))
-    with pytest.raises(ctl_core.SetupError, match="no checkpoint holds it"):
+    with pytest.raises(ctl_core.SetupError, match="no checkpoint contains it"):
         ctl_core.load(state.run_dir, callbacks=hooks)
 
 
 @pytest.mark.slow
 def test_serving_hooks_shown_in_documents_work(cli: Cli) -> None:
-    """The hooks of docs/serving.md, for images of 8 by 8 that clients send as files."""
+    """The hooks of docs/serving.md serve images of 8 by 8 pixels that clients send as files."""
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     serve, around = (b for b in blocks if "def serve" in b or "def create_inference" in b)
@@ -127,21 +127,24 @@ def test_serving_hooks_shown_in_documents_work(cli: Cli) -> None:
         assert cli(None, *words[1:], command=words[:1]).code == 0
     np.save("o.npy", np.array(sent, object))
     outcome = cli(None, "--input", "o.npy", command=("predict",))
-    assert outcome.code == 2 and "o.npy: expected arrays of numbers, texts or bytes" in outcome.err
+    assert (
+        outcome.code == 2 and "o.npy: expected arrays of numbers, strings or bytes" in outcome.err
+    )
     exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
     np.testing.assert_array_equal(exported(inputs=tf.constant(sent))["output"], answer)
     with np.load("runs/a/predictions-x.npz") as file:
         np.testing.assert_array_equal(file["output"], answer)
-    with np.load("runs/a/predictions.npz") as file:  # of batches, which are no files: input_pre
+    # Without --input, predict reads batches of arrays, for which it calls input_pre, not serve.
+    with np.load("runs/a/predictions.npz") as file:
         expected = tf.nn.softmax(network(sys.modules["callbacks"].x[:16], training=False))
         np.testing.assert_allclose(file["output"][:16], expected, rtol=1e-5)
 
 
-# ---- Layers inside functions: in training as in training, elsewhere never ------------------------
+# ---- Layers inside functions are in training mode only during training ---------------------------
 
 
 class Noise(keras.layers.Layer):
-    """Like random augmentation, it is on unless it is told, and shows by how much it was."""
+    """Scales its inputs unless it is called with ``training=False``, like an augmentation layer."""
 
     def call(self, inputs: Any, training: bool = True) -> Any:
         return inputs * (1.5 if training else 1.0)
@@ -150,9 +153,10 @@ class Noise(keras.layers.Layer):
 def test_functions_around_the_model_are_evaluated_predicted_and_exported_without_noise(
     train: Train,
 ) -> None:
-    """So are layers in the hooks around the model, which are as in Keras while it trains."""
+    """Layers that hooks call around the model are in training mode only during training, too."""
     augment, extra = Noise(), Noise()
-    inputs, target = small.data(32)  # batches of training's shape, for which functions are traced
+    # The batches have the shape of training batches, for which functions are already traced.
+    inputs, target = small.data(32)
     hooks = make_hooks(
         create_model=lambda: small.model_with(keras.layers.BatchNormalization(), Noise()),
         create_eval_model=lambda train_model: lambda inputs: 3.0 * train_model(inputs),
@@ -184,9 +188,9 @@ LENGTHS = [3, 3, 5, 5, 4, 4, 4, 4, 2, 2, 6, 6]
 
 
 def sentences(per_replica_batch_size: int = 2) -> tf.data.Dataset:
-    """Sequences of tokens with a label for each, in batches that are as wide as the longest one.
+    """Returns batches of labeled token sequences that are padded to the longest sequence.
 
-    The positions of the tokens are no rows, so that each batch is the share of a replica.
+    Each batch is the share of one replica, because the tensor of positions has no row per example.
     """
     tokens = tf.ragged.range(1, tf.constant(LENGTHS) + 1)
     dataset = tf.data.Dataset.from_tensor_slices((tokens, tokens % 2))
@@ -196,7 +200,11 @@ def sentences(per_replica_batch_size: int = 2) -> tf.data.Dataset:
 
 
 def tagger(seen: list[Any]) -> SimpleNamespace:
-    """A model with an output for each token, as Keras' sequence taggers have it."""
+    """Returns the hooks of a model that has an output for each token, like a sequence tagger.
+
+    Args:
+        seen: the list to which a hook appends the step, output and batch of each step
+    """
 
     def create_model() -> keras.Model:
         keras.utils.set_random_seed(0)
@@ -223,7 +231,10 @@ def tagger(seen: list[Any]) -> SimpleNamespace:
 
 
 def test_host_hooks_see_and_predict_writes_what_does_not_fit(train: Train) -> None:
-    """As ragged tensors, and as arrays with lengths: each batch is as wide as its longest."""
+    """Hooks receive outputs of different widths as ragged tensors.
+
+    The files of ``predict`` contain padded arrays and the lengths of the rows.
+    """
     seen: list[Any] = []
     hooks = tagger(seen)
     state = train(hooks, steps=3, batch_size=4, virtual_devices=2)

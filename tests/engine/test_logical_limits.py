@@ -1,7 +1,8 @@
-"""Refusals of ``logical_replicas``, each in one line and before a step; resume, record, threads.
+"""Tests of programs and settings that ``logical_replicas`` refuses, and of resuming such runs.
 
-Each case is what a user adds to callbacks.py of a project that trains with logical replicas, the
-line to be named marked by ``# here``; after its name and an arrow stand words of the message.
+A refusal is a one-line error before the first step. Each case is code that is added to the
+callbacks.py of a project with logical replicas. The comment ``# here`` marks the line that the
+error must name. The header of a case has a name, an arrow, and words that the error must contain.
 """
 
 from pathlib import Path
@@ -24,12 +25,12 @@ WITH = (*FLAGS, "--logical-replicas=4")
 def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> engine.Command:
-    """``command(*words)`` is ``python -m ctl_core WORDS`` in the test's folder."""
+    """Returns ``command(*words)``, which runs ``python -m ctl_core WORDS`` in the test's folder."""
     return engine.commands_here(tmp_path, monkeypatch, capfd)
 
 
 def assert_refused(outcome: engine.Outcome, *words: str) -> None:
-    """Asserts that a command ended with a line on stderr that has all of these words."""
+    """Asserts that a command failed with a one-line error that contains all given words."""
     (line,) = outcome.err.splitlines()
     assert outcome.code == 2
     assert line.startswith("error: ")
@@ -185,8 +186,8 @@ def test_hooks_are_refused(
     tmp_path: Path, command: engine.Command, case: str, devices: int
 ) -> None:
     code, words = HOOKS[case]
-    # AutoGraph converts equal functions on equal lines once, and then names the file of the first
-    # one: in one process, the two files of a case begin at different lines.
+    # AutoGraph converts equal functions on equal lines only once and names the first file for both.
+    # Therefore, blank lines shift the code, differently for each number of devices.
     source = "\n" * devices + small.CALLBACKS + EVALUATION + code + "\n"
     (tmp_path / "callbacks.py").write_text(source)
     outcome = command("train", *WITH, f"--virtual-devices={devices}")
@@ -207,7 +208,7 @@ def test_hooks_that_xla_cannot_compile_are_refused(
 
 
 def test_the_program_trains(tmp_path: Path, command: engine.Command) -> None:
-    """Otherwise the tests above would test nothing."""
+    """The program of the other tests trains if it has none of the refused hooks."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + EVALUATION)
     outcome = command("train", *WITH, "--virtual-devices=3")
     assert (outcome.code, outcome.err) == (0, "")
@@ -235,7 +236,7 @@ def test_settings_are_refused(tmp_path: Path, command: engine.Command, case: str
 def test_a_resume_takes_the_setting_from_the_record(
     tmp_path: Path, command: engine.Command
 ) -> None:
-    """A flag that contradicts the record is refused, unless it begins another run."""
+    """A flag that contradicts the record is refused, unless the command forks a new run."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + EVALUATION)
     resume = ("train", "--run-name=a", "--steps=6")
     assert command("train", *WITH).code == 0
@@ -245,7 +246,7 @@ def test_a_resume_takes_the_setting_from_the_record(
     assert_refused(outcome, "intra_op_threads: runs/a began with", "--fork runs/a")
 
     assert command("train", *WITH, "--run-name=whole", "--steps=6").code == 0
-    # The record alone says it, too.
+    # The record of a checkpoint is enough, even if config.yaml lacks the settings.
     edit_saved_settings(tmp_path / "runs/a", logical_replicas=None, intra_op_threads=None)
     outcome = command(*resume, "--virtual-devices=3")
     assert outcome.code == 0 and "resuming at step 4" in outcome.out
@@ -271,7 +272,10 @@ def test_a_run_without_the_setting_does_not_get_it(tmp_path: Path, command: engi
 def test_another_number_of_threads_is_refused_where_tensorflow_has_started(
     tmp_path: Path, command: engine.Command
 ) -> None:
-    """As in a notebook; commands that only read a run take what there is."""
+    """Training needs the recorded number of threads, which is fixed once TensorFlow has started.
+
+    Commands that only read a run work with any number of threads.
+    """
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + EVALUATION)
     threads = count_cores() + 1
     outcome = command("train", *WITH, f"--intra-op-threads={threads}")

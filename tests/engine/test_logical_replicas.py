@@ -1,4 +1,4 @@
-"""The pure pieces of logical replicas: the tree of sums, buckets, random numbers."""
+"""Unit tests of logical replicas: the summation tree, buckets and random states."""
 
 from typing import Any
 

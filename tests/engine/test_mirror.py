@@ -1,4 +1,4 @@
-"""A mirror: a run outlives its machine, whatever breaks while it is copied or fetched."""
+"""Tests of mirrors: a run survives the loss of its machine and failures during copies."""
 
 import dataclasses
 import errno
@@ -36,11 +36,11 @@ CONFIG = Config(run_name="a", runs_dir="runs", mirror="there", batch_size=8)
 
 
 class Killed(BaseException):
-    """Stands for a kill, which no handler of an Exception catches."""
+    """Simulates a kill. Handlers of ``Exception`` do not catch it."""
 
 
 class Fuse:
-    """Lets some operations pass, and kills at the next one."""
+    """Lets a number of operations pass and raises ``Killed`` at the next operation."""
 
     def __init__(self, operations: int) -> None:
         self.left = operations
@@ -60,24 +60,24 @@ class Fuse:
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here survives a power cut, and each flush takes milliseconds."""
+    """Disables flushes to disk, which take milliseconds and matter only after a power cut."""
     for module in (stores, mirror, record):
         monkeypatch.setattr(module, "flush_to_disk", lambda *paths: None)
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, where runs/a is trained and copied to there/a."""
+    """Returns an empty folder, in which tests train runs/a and copy it to there/a."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def save(step: int, best: int = -1) -> None:
-    """Writes a checkpoint of the run, as training does; its files name the step."""
+    """Writes a checkpoint of the run, as training does. Two of its files contain the step."""
     ckpt = Path("runs/a/ckpt")
     write_checkpoint(ckpt, step, best)
     for path in (ckpt / f"ckpt-{step}.index", ckpt / "engine" / f"input-{step}.index"):
-        path.write_text(f"{step:05}")  # as long as the file in its place
+        path.write_text(f"{step:05}")  # The size of the file must not change.
     Path("runs/a/metrics.jsonl").write_text(f'{{"step": {step}}}\n')
     if best == step:
         shutil.rmtree(ckpt / "best", ignore_errors=True)
@@ -85,7 +85,7 @@ def save(step: int, best: int = -1) -> None:
 
 
 def copy(step: int, best: int = -1) -> None:
-    """Copies a checkpoint of the run, and the best one."""
+    """Copies a checkpoint of the run, and the best checkpoint, to the mirror."""
     staged = Path("staged")
     shutil.rmtree(staged, ignore_errors=True)
     copy_checkpoint(Path("runs/a/ckpt"), step, staged / "newest")
@@ -95,7 +95,7 @@ def copy(step: int, best: int = -1) -> None:
 
 
 def read_files(folder: Path, step: int) -> dict[str, bytes]:
-    """Returns the files of a checkpoint by their paths."""
+    """Returns the contents of a checkpoint's files, keyed by path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in list_files(folder, step)}
 
 
@@ -104,7 +104,7 @@ def lose_machine() -> None:
 
 
 def fetch() -> int | None:
-    """Fetches on another machine; returns the step, of which everything has to be there."""
+    """Fetches the run to a new machine, checks the fetched files, and returns the step."""
     lose_machine()
     Path("runs/a").mkdir(parents=True)
     step = Mirror(CONFIG).fetch(-1)
@@ -116,7 +116,7 @@ def fetch() -> int | None:
     return step
 
 
-# ---- What is copied and fetched -----------------------------------------------------------------
+# ---- Copying and fetching -----------------------------------------------------------------------
 
 
 def test_newest_checkpoints_and_the_best_one_are_kept(place: Path) -> None:
@@ -141,7 +141,7 @@ def test_best_one_is_copied_if_its_own_copy_has_failed(place: Path) -> None:
 
 
 def test_later_steps_of_an_abandoned_past_are_removed(place: Path) -> None:
-    """A run that began again from an earlier step must not go on from them."""
+    """A run that was restarted from an earlier step must not resume from an old later step."""
     for step in (1, 2, 3):
         save(step)
         copy(step)
@@ -161,11 +161,11 @@ def test_damaged_checkpoint_gives_way_to_the_one_before(
     Path("there/a/ckpt/engine/ckpt-2.json").write_text("{")
     assert fetch() == 1
     printed = capsys.readouterr().out
-    assert "step 3 in there/a is damaged (a file of it is not whole)" in printed
+    assert "step 3 in there/a is damaged (one of its files is incomplete)" in printed
     assert "step 2 in there/a is damaged (its record cannot be read)" in printed
     Path("there/a/ckpt/ckpt-1.index").unlink()
     lose_machine()
-    with pytest.raises(SetupError, match=r"there/a has checkpoints, but none of them is whole"):
+    with pytest.raises(SetupError, match=r"there/a has checkpoints, but all of them are damaged"):
         fetch_run(CONFIG)
     assert list_saved_steps(Path("runs/a/ckpt")) == []
 
@@ -183,7 +183,7 @@ def test_checkpoint_of_another_engine_is_refused(
 
 
 def test_newer_of_the_two_places_is_used(place: Path) -> None:
-    """The mirror's after the run went on elsewhere; the run's own if it is as new, or newer."""
+    """The checkpoint of the mirror is fetched only if it is newer than the run's own."""
     save(4)
     copy(4)
     lose_machine()
@@ -227,7 +227,7 @@ def test_names_of_a_bucket_that_lead_elsewhere_are_left_out(
 
 
 def cut_copying(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Copies until the fuse is burnt; returns whether it was."""
+    """Copies until the fuse simulates a kill. Returns False if the copy was completed."""
     with monkeypatch.context() as patch:
         for name in ("upload", "remove"):
             function = getattr(stores.FolderStore, name)
@@ -240,7 +240,7 @@ def cut_copying(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 def test_killed_while_it_copies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each operation: what is fetched is the new checkpoint, or the one before."""
+    """After a kill at any operation of a copy, the new or the previous checkpoint is fetched."""
     config = dataclasses.replace(CONFIG, mirror_keep=2)
     monkeypatch.setattr(sys.modules[__name__], "CONFIG", config)
     for step in (1, 2, 3):
@@ -265,7 +265,7 @@ def test_killed_while_it_copies(place: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_killed_while_it_fetches(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each operation: no checkpoint, or a whole one; the next start fetches it."""
+    """A kill at any operation leaves no partial checkpoint, and the next start fetches the run."""
     for step in (1, 2):
         save(step, best=1)
         copy(step, best=1)
@@ -280,7 +280,7 @@ def test_killed_while_it_fetches(place: Path, monkeypatch: pytest.MonkeyPatch) -
             patch.setattr(stores.FolderStore, "download", fuse.guard(stores.FolderStore.download))
             patch.setattr(mirror, "_move", fuse.guard(mirror._move))
             patch.setattr(mirror, "_write_list", fuse.guard(mirror._write_list))
-            patch.setattr(mirror, "remove", lambda path: None)  # as nothing tidies up after a kill
+            patch.setattr(mirror, "remove", lambda path: None)  # A killed process deletes no file.
             try:
                 assert Mirror(CONFIG).fetch(-1) == 2
                 was_cut = False
@@ -296,7 +296,7 @@ def test_killed_while_it_fetches(place: Path, monkeypatch: pytest.MonkeyPatch) -
     assert operations > 15
 
 
-# ---- Whole trainings ----------------------------------------------------------------------------
+# ---- Training runs with a mirror ----------------------------------------------------------------
 
 FLAGS = ["train", "--run-name=a", "--batch-size=16", "--ckpt-every=5", "--eval-every=5"]
 HOOKS = (
@@ -313,14 +313,14 @@ every_steps = {1: look}
 
 
 def train(cli: Cli, *flags: str) -> str:
-    """Trains run a; returns what was printed."""
+    """Trains the run ``a`` and returns its output."""
     outcome = cli(None, *flags, command=FLAGS)
     assert (outcome.code, outcome.err) == (0, ""), outcome
     return outcome.out
 
 
 def read_values(run: Path, step: int) -> dict[str, np.ndarray]:
-    """Returns all that the checkpoint of a step holds, by name."""
+    """Returns the values in the checkpoint of a step, keyed by name."""
     return {
         f"{folder}/{name}": np.asarray(value)
         for folder in ("", "engine")
@@ -330,7 +330,7 @@ def read_values(run: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def assert_same_run(run: Path, whole: Path, step: int) -> None:
-    """Compares weights bit for bit, and each line of the metrics."""
+    """Asserts that two runs have equal checkpoints, bit for bit, and equal metrics."""
     expected = read_values(whole, step)
     actual = read_values(run, step)
     assert expected.keys() == actual.keys() and len(expected) > 3
@@ -352,7 +352,7 @@ def read_event_steps(run: Path) -> list[int]:
 def test_run_that_loses_its_machine_is_the_uninterrupted_run(
     cli: Cli, tmp_path: Path, kind: str
 ) -> None:
-    """With its settings and hyperparameters, which no flag repeats; its curves have no hole."""
+    """A fetched run keeps its settings, even if no flag repeats them. Its curves have no gap."""
     address = {"path": "m", "file": f"file://{tmp_path}/m", "fsspec": f"memory://{tmp_path.name}"}
     (tmp_path / "callbacks.py").write_text(HOOKS)
     (tmp_path / "config.yaml").write_text(f"mirror: {address[kind]}\nhparams: {{a: 1}}\n")
@@ -379,7 +379,7 @@ def test_run_that_loses_its_machine_is_the_uninterrupted_run(
 def test_checkpoint_that_was_not_copied_is_copied_by_the_next_start(
     cli: Cli, tmp_path: Path
 ) -> None:
-    """Even by one that has nothing left to train."""
+    """The next start copies the checkpoint even if no step is left to train."""
     (tmp_path / "callbacks.py").write_text(HOOKS)
     train(cli, "--steps", "10")
     out = train(cli, "--steps", "10", "--mirror", "m")
@@ -389,26 +389,26 @@ def test_checkpoint_that_was_not_copied_is_copied_by_the_next_start(
 
 
 def test_only_training_reads_the_mirror(cli: Cli, tmp_path: Path) -> None:
-    """Neither evaluate, nor load, nor a fork, nor a check does; a fork has no mirror of its own."""
+    """Evaluation, ``load``, forks and checks do not fetch a run. A fork inherits no mirror."""
     (tmp_path / "callbacks.py").write_text(HOOKS)
     train(cli, "--steps", "10", "--mirror", "m")
     lose_machine()
     refused(cli(None, "--mirror", "m", command=["train", "--fork=a", "--steps=12"]), "run_name")
     fork = ["train", "--fork=a", "--run-name=b", "--steps=12"]
     refused(cli(None, "--mirror=m", command=fork), "neither a run in runs")
-    refused(cli(None, command=["evaluate", "a"]), "no run there yet")
+    refused(cli(None, command=["evaluate", "a"]), "there is no run yet")
     with pytest.raises(SetupError):
         ctl_core.load("runs/a")
     parse_command(["train", "--check", "--run-name=a", "--mirror=m", "--steps=10"])
     assert not Path("runs/a").exists()
     train(cli, "--steps", "10", "--mirror", "m")
     outcome = cli(None, command=fork)
-    assert "fork: that run had --mirror m, which this one does not use" in outcome.out
+    assert "fork: that run used --mirror m, but this one does not" in outcome.out
     assert outcome.code == 0 and not Path("m/b").exists()
 
 
 def test_train_from_python_fetches(place: Path) -> None:
-    """The settings are the caller's."""
+    """``ctl_core.train`` fetches the run but uses the settings that the caller passes."""
     hooks = make_hooks()
     config = Config(steps=4, run_name="a", mirror="m", batch_size=24)
     ctl_core.train(hooks, config)
@@ -431,7 +431,10 @@ def test_mirror_needs_a_place_and_a_name(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_mirror_without_rights_never_ends_a_training(cli: Cli, tmp_path: Path) -> None:
-    """Even root has none in /sys. Said once, and how many are missing at the end."""
+    """A warning reports the first failure, and another one at the end counts all failures.
+
+    Not even root may write to /sys.
+    """
     (tmp_path / "callbacks.py").write_text(HOOKS)
     out = train(cli, "--steps", "15", "--mirror", "/sys/mirror")
     warnings = [line for line in out.splitlines() if line.startswith("warning")]
@@ -465,7 +468,7 @@ def test_mirror_that_works_again_gets_the_next_checkpoint(
 def test_mirror_that_cannot_be_read_is_refused_unless_the_run_is_here(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run from scratch would replace the checkpoints that are there."""
+    """The start is refused, because a new run would replace the checkpoints in the mirror."""
     (tmp_path / "callbacks.py").write_text(HOOKS)
     train(cli, "--steps", "5", "--mirror", "m")
     monkeypatch.setattr(stores.FolderStore, "list_names", raise_timeout)
@@ -495,7 +498,7 @@ def test_end_waits_for_the_copy_and_ctrl_c_leaves_it(
     monkeypatch.setattr(copying, "PATIENCE", 0.1)
     monkeypatch.setattr(copying, "INTERVAL", 0.1)
     out = train(cli, "--steps", "5", "--mirror", "m")
-    assert "mirror: waiting for the copy of step 5 to m/a; Ctrl-C leaves it." in out
+    assert "mirror: waiting until step 5 is copied to m/a; press Ctrl-C to stop waiting." in out
     assert "mirror: 0.0 of 0.0 MB" in out
     assert list_saved_steps(Path("m/a/ckpt")) == [5]
 
@@ -505,14 +508,14 @@ def test_end_waits_for_the_copy_and_ctrl_c_leaves_it(
 
     def press_ctrl_c(console: Any, text: str) -> None:
         say(console, text)
-        if "waiting for the copy" in text:
+        if "mirror: waiting until" in text:
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Console, "say", press_ctrl_c)
     out = train(cli, "--steps", "5", "--mirror", "m")
     assert "warning: mirror: the copy to m/a was interrupted" in out
     assert list_saved_steps(Path("runs/a/ckpt")) == [5] and list_saved_steps(Path("m/a/ckpt")) == []
-    time.sleep(1.5)  # until the thread has ended, which the folders of other tests are not for
+    time.sleep(1.5)  # The copying thread must end before the next test changes the folder.
 
 
 # ---- Processes that are killed -------------------------------------------------------------------
@@ -520,7 +523,7 @@ def test_end_waits_for_the_copy_and_ctrl_c_leaves_it(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 100 KB."""
+    """Yields a folder with a file system of 100 KB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(folder)]
@@ -553,7 +556,7 @@ def test_mirror_out_of_space_keeps_what_it_has(cli: Cli, tmp_path: Path, small_d
 
 
 def start(folder: Path, *flags: str, **how: Any) -> subprocess.Popen[bytes]:
-    """Starts training with a mirror in a process of its own."""
+    """Starts training with a mirror in a separate process."""
     command = engine.command_line(*FLAGS, "--mirror=m", "--deterministic", *flags)
     with (folder / "log").open("ab") as log:
         how = {"stdout": log, "stderr": log, **how}
@@ -569,7 +572,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) 
 
 @pytest.mark.slow
 def test_machine_is_lost_again_and_again(tmp_path: Path) -> None:
-    """While it copies and while it fetches; the weights are those of the uninterrupted run."""
+    """A run that loses its machine during copies and fetches equals an uninterrupted run."""
     (tmp_path / "callbacks.py").write_text(PAUSING)
     runs, there = tmp_path / "runs", tmp_path / "m" / "a" / "ckpt"
     flags = ["--steps=40", "--hparams.pause=0.05"]
@@ -577,7 +580,7 @@ def test_machine_is_lost_again_and_again(tmp_path: Path) -> None:
     runs.rename(tmp_path / "whole")
 
     def list_begun() -> list[int]:
-        """Returns the steps of which files are in the mirror, perhaps not the records."""
+        """Returns the steps of the mirror's checkpoints, even of those that have no record yet."""
         return [int(path.stem.partition("-")[2]) for path in there.glob("ckpt-*.index")]
 
     for step in (10, 20, 30):
@@ -598,7 +601,10 @@ def test_machine_is_lost_again_and_again(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 def test_cluster_that_loses_its_machines(tmp_path: Path) -> None:
-    """The chief fetches, and the other process waits; by TF_CONFIG and by ``--workers``."""
+    """The chief fetches the run while the other process waits.
+
+    The cluster is started with TF_CONFIG at first and with ``--workers`` later.
+    """
     (tmp_path / "callbacks.py").write_text(PAUSING)
     runs = tmp_path / "runs"
     words = [*FLAGS, "--deterministic"]

@@ -1,7 +1,6 @@
-"""Several runs in one process, as in a notebook: each trains as it would in a process of its own.
+"""Tests that several runs in one process, as in a notebook, train as in separate processes.
 
-Cells are compiled as IPython does it: under the name of a file that is not there, with their source
-where ``linecache`` finds it.
+Cells are compiled as in IPython: their file names do not exist, but ``linecache`` has their source.
 """
 
 import gc
@@ -62,7 +61,7 @@ def hook(step, loss):
 at_step = {7: hook}
 """
 
-# What each run of the notebook is; the same in a process of its own gives the same weights.
+# The runs of the notebook. In a separate process, each run must reach the same weights.
 RUNS: list[dict[str, Any]] = [
     {"width": 8},
     {"width": 16},
@@ -84,7 +83,7 @@ for index in map(int, sys.argv[2:]):
 
 
 def hooks_of(cell: int, width: int, body: str = "pass") -> SimpleNamespace:
-    """Runs a cell and returns what it defines."""
+    """Runs a cell and returns the hooks that it defines."""
     name, space = f"/tmp/ipykernel_77/{cell}.py", {"__name__": "__main__"}
     source = HOOKS.replace("WIDTH", str(width)).replace("BODY", body)
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
@@ -104,7 +103,7 @@ def weights_of(state: Any) -> list[np.ndarray]:
 
 
 def prepare_process() -> dict[str, Any]:
-    """What a run may change in its process, and has to put back."""
+    """Returns the state of the process that a run may change but has to restore."""
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
@@ -128,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_run_trains_as_in_a_process_of_its_own(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also after one that failed, was interrupted, or changed precision or determinism."""
+    """A run is not affected by earlier runs that failed or changed precision or determinism."""
     before, weights, kept = prepare_process(), {}, []
     for index, run in enumerate(RUNS):
         try:
@@ -164,7 +163,7 @@ def test_each_run_trains_as_in_a_process_of_its_own(
 
 @pytest.mark.slow
 def test_in_a_thread_and_after_a_cell_that_was_interrupted(folder: Path) -> None:
-    """Which saves the run."""
+    """A run can train in a thread, and an interrupted cell saves its run, which can resume."""
     expected, trained = weights_of(train(str(folder), "expected", width=8)), []
     thread = threading.Thread(target=lambda: trained.append(train(str(folder), "thread", width=8)))
     thread.start()

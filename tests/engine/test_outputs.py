@@ -1,4 +1,4 @@
-"""Outputs that are closed or full while a run trains, and the lock of a run."""
+"""Tests of output streams that are closed or full during a run, and of the lock of a run."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ print("in the buffer at the end")
 
 @pytest.mark.parametrize("outputs", [">/dev/full", "2>/dev/full", "| true", ">&-", ">&- 2>&-"])
 def test_process_goes_on_without_its_outputs(tmp_path: Path, outputs: str) -> None:
-    """Its exit code is 0, and nothing of what it says gets into a file that it opens."""
+    """The process exits with code 0, and its messages do not end up in files that it opens."""
     (tmp_path / "says.py").write_text(SAYS)
     command = f"set -o pipefail; {sys.executable} says.py 3>file {outputs}"
     environ = {**os.environ, "PYTHONPATH": PYTHONPATH}

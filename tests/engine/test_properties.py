@@ -1,4 +1,4 @@
-"""Properties of pure functions, for whatever hypothesis thinks of; nothing is trained."""
+"""Property-based tests of pure functions. Nothing is trained."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from ctl_core.run.layers import load_config, merge_hparams, write_config
 from ctl_core.run.settings import Config
 from ctl_core.schedule import Schedule, StepsPerCall
 
-# Tests compare no times: the machine may be busy.
+# The tests have no deadline, because the machine may be busy.
 few = settings(max_examples=25, deadline=None, derandomize=True)
 many = settings(max_examples=200, deadline=None, derandomize=True)
 counts = st.integers(1, 9)
@@ -36,7 +36,7 @@ def list_shares(examples: int, replicas: int, accumulate: int, is_fixed: bool) -
 
 
 def read_rows(share: Any) -> list[int]:
-    """The rows that count: those of a placeholder do not."""
+    """Returns the rows of a share. A placeholder has no rows that count."""
     is_placeholder = share.present is not None and not share.present
     return [] if is_placeholder else share.batch.numpy().tolist()
 
@@ -53,7 +53,7 @@ def test_shares_are_disjoint_and_cover_the_batch(
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
     for index, share in enumerate(shares):
-        assert len(share.batch) >= 1  # a placeholder has a row, too
+        assert len(share.batch) >= 1  # Even a placeholder contains one row.
         if share.rows is not None:
             first = index - index % replicas
             assert int(share.rows) == sizes[index]
@@ -190,7 +190,7 @@ def test_steps_per_call_stays_between_one_and_the_most(most: int, seconds: list[
             with steps_per_call.measure(before) as steps:
                 assert steps == before
             assert 1 <= steps_per_call.limit <= min(most, 4 * before)
-            # Never more steps than fit into a second, unless a single one takes longer.
+            # A call has no more steps than fit into a second, unless a single step takes longer.
             assert steps_per_call.limit * duration / before <= 1.0 + 1e-6 or (
                 steps_per_call.limit == 1
             )

@@ -1,7 +1,7 @@
-"""A run reads the examples that a plain loop over the dataset reads, however it is cut or counted.
+"""Tests that a run reads the same examples in the same order as a plain loop over the dataset.
 
-The oracle is ``for element in create_dataset(b).repeat()`` after setting the seed: the ids of the
-examples, in their order.
+This must hold for resumed runs and for runs whose length is given in epochs. The plain loop is
+``for element in create_dataset(b).repeat()`` after setting the seed.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def ids() -> tf.data.Dataset:
 
 
 def kept(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """All but a few examples: its length is unknown."""
+    """Removes a few examples with a filter, so that the length of the dataset is unknown."""
     return dataset.filter(lambda index: index % 10 != 3)
 
 
@@ -38,7 +38,7 @@ def generated() -> tf.data.Dataset:
 
 
 def files(folder: Path) -> tf.data.Dataset:
-    """Four files of 12 records, shuffled, and so is what is in them."""
+    """Writes four files of 12 records, and returns a dataset that shuffles files and records."""
     for number in range(4):
         with tf.io.TFRecordWriter(str(folder / f"{number}.tfrecord")) as writer:
             for index in range(12):
@@ -76,7 +76,7 @@ PIPELINES: dict[str, Callable[[Path], tf.data.Dataset]] = {
 def test_data_are_read_in_the_order_of_a_plain_loop(
     train: Train, tmp_path: Path, name: str
 ) -> None:
-    """In epochs, and in parts, which end around the ends of passes."""
+    """The order is right in a run of two epochs and in a run that is resumed near pass ends."""
     inputs, target = (tf.constant(array[:EXAMPLES]) for array in regression_data())
 
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
@@ -101,7 +101,8 @@ def test_data_are_read_in_the_order_of_a_plain_loop(
 
     keras.utils.set_random_seed(0)
     stream = (element[2].numpy().tolist() for element in create_dataset(BATCH).repeat())
-    batches = (batch for batch in stream if len(batch) == BATCH)  # a pass ends with its last whole
+    # A run drops the last batch of a pass if the batch is not complete.
+    batches = (batch for batch in stream if len(batch) == BATCH)
     expected = [next(batches) for _ in range(14)]
     assert read("parts", 4, 7, 14) == expected
     passes = read("epochs", 0, steps=None, epochs=2)
@@ -109,7 +110,7 @@ def test_data_are_read_in_the_order_of_a_plain_loop(
 
 
 def test_every_evaluation_reads_the_same(train: Train) -> None:
-    """A random part of the data: the one that a plain loop would evaluate, also after a resume."""
+    """Even after a resume, an evaluation reads the random subset that a plain loop would read."""
     inputs, target = regression_data()
 
     def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
@@ -140,7 +141,10 @@ def test_overfitting_more_batches_than_there_are_goes_on_into_the_next_pass(trai
 
 @pytest.mark.slow
 def test_elements_whose_tensors_differ_in_size_need_a_hook(train: Train) -> None:
-    """Graphs: the first batches of four have four atoms, as if they were the examples."""
+    """Batches whose tensors have different first dimensions need ``count_examples``.
+
+    In the first batches, the dimensions are equal by chance: four graphs have four atoms.
+    """
     atoms = tf.ragged.range([1] * 20 + [1 + index % 5 for index in range(20)])
     graphs = tf.data.Dataset.from_tensor_slices((atoms, tf.ones([40, 1]))).batch(4)
     wide = graphs.map(lambda x, y: (tf.cast(x.values[:, None], tf.float32) * tf.ones([5]), y))

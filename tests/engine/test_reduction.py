@@ -1,4 +1,4 @@
-"""Gradients are summed over micro-batches and replicas, once; what a loss is divided by."""
+"""Tests of sums of gradients over micro-batches and replicas, and of the scale of losses."""
 
 import time
 from collections.abc import Callable
@@ -29,7 +29,10 @@ STEPS, BATCH, RATE = 12, 16, 0.02
 
 
 def test_gradients_are_summed_once_an_update(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of micro-batches: it is what several devices cost."""
+    """Replicas exchange gradients once per update, whatever the number of micro-batches is.
+
+    The exchange is the main cost of training on several devices.
+    """
     sums: list[int] = []
     reduce = tf.distribute.ReplicaContext.all_reduce
 
@@ -43,7 +46,7 @@ def test_gradients_are_summed_once_an_update(train: Train, monkeypatch: pytest.M
 
 
 def test_micro_batches_run_one_after_the_other(train: Train) -> None:
-    """Side by side they would need the memory of the whole batch."""
+    """Micro-batches run in sequence. In parallel, they would need the memory of the whole batch."""
     events: list[str] = []
 
     def noted(tensor: tf.Tensor, event: str) -> tf.Tensor:
@@ -53,7 +56,7 @@ def test_micro_batches_run_one_after_the_other(train: Train) -> None:
             events.append(f"{event} ends")
             return value
 
-        # Not stateful: TensorFlow keeps stateful ops in order by itself.
+        # The op must not be stateful, because TensorFlow runs stateful ops in order anyway.
         return tf.ensure_shape(
             tf.numpy_function(note, [tensor], tensor.dtype, stateful=False), tensor.shape
         )
@@ -76,14 +79,14 @@ def test_micro_batches_run_one_after_the_other(train: Train) -> None:
 
 
 def test_an_update_by_one_replicas_batch_is_found_and_named(train: Train, tmp_path: Path) -> None:
-    """At a checkpoint, which is not written then."""
+    """Replicas that differ are an error when a checkpoint is due, and no checkpoint is written."""
 
     def by_own_batch(gradients: Any, batch: Any) -> Any:
         scale = tf.reduce_mean(tf.abs(batch[0]))
         return [gradients[0] * scale, *gradients[1:]], gradients
 
     hooks = make_hooks(update_pre=by_own_batch)
-    train(hooks, steps=4, ckpt_every=2)  # on one replica, that is as good as any
+    train(hooks, steps=4, ckpt_every=2)  # With a single replica, the hook is correct.
     with pytest.raises(ctl_core.RunError, match=r"after step 6, .*/hidden/kernel .*s 0 and 1"):
         train(hooks, steps=9, ckpt_every=2, virtual_devices=2)
     records = sorted(path.name for path in tmp_path.glob("runs/run/ckpt/engine/*.json"))
@@ -116,9 +119,9 @@ def test_a_variable_of_any_dtype_that_differs_is_found(train: Train, dtype: str)
 
 
 def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(train: Train) -> None:
-    """In ``grad_pre`` nothing is summed yet: Keras' own sum is what a critic needs there.
+    """An optimizer that ``grad_pre`` applies, such as a critic's, sums gradients over replicas.
 
-    For each micro-batch it is refused, and has taken no step then.
+    With micro-batches, the optimizer is refused before it takes a step.
     """
     created = SimpleNamespace()
 
@@ -136,12 +139,12 @@ def test_an_optimizer_that_a_hook_applies_gets_the_sum_over_the_replicas(train: 
     train(hooks, steps=1, virtual_devices=2)
     expected = 1.0 - 0.1 * regression_data()[1][:BATCH].mean()
     np.testing.assert_allclose(created.scale.numpy(), [expected], rtol=1e-5)
-    with pytest.raises(ctl_core.SetupError, match="grad_pre: applies an optimizer by itself"):
+    with pytest.raises(ctl_core.SetupError, match="grad_pre: applies an optimizer itself"):
         train(hooks, steps=1, accumulate_steps=2, run_name="refused")
     assert created.scale.numpy() == [1.0]
 
 
-# ---- What Keras' optimizers do; with rows of an embedding that come more than once ---------------
+# ---- Options of Keras' optimizers, with rows of an embedding that occur several times ------------
 
 OPTIONS = [
     ({"global_clipnorm": 0.05}, {"virtual_devices": 2}),
@@ -176,7 +179,7 @@ def with_options(**options: Any) -> SimpleNamespace:
 
 
 def by_keras(**options: Any) -> list[np.ndarray]:
-    """The weights of a plain loop, whose gradients are dense, and what the optimizer keeps."""
+    """Returns the weights and the optimizer's variables after a plain loop."""
     optimizer = with_options(**options).create_opt(RATE)
     how = {"model": basics.embed_words(), "batches": create_dataset(BATCH)}
     model = small.plain(STEPS, optimizer=optimizer, **how)
@@ -199,7 +202,7 @@ def test_an_option_of_a_keras_optimizer_does_what_it_does_in_a_plain_loop(
 def test_rows_of_a_branch_are_added_up_like_others(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their gradient has a shape that only the running graph knows."""
+    """Gradients of an embedding in a branch are summed, although they have no static shape."""
     expected, look_up = by_keras(global_clipnorm=0.05), keras.layers.Embedding.call
 
     def branch(layer: Any, words: Any) -> Any:
@@ -212,14 +215,14 @@ def test_rows_of_a_branch_are_added_up_like_others(
     assert_close(weights, expected[: len(weights)])
 
 
-# ---- A loss that is one number or one for each example, and what it is divided by ----------------
+# ---- Losses with one value per batch or one value per example ------------------------------------
 
 
 Loss = Callable[[Any], Any]
 
 
 class Noisy(keras.Model):
-    """Draws in each call, whether it trains or not, as a VAE does."""
+    """Draws random numbers in each call, like a VAE, even outside of training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +263,7 @@ def test_loss_that_is_a_mean_is_refused(train: Train, loss: Loss, replicas: int)
 
 
 def barlow(pair: Any) -> Any:
-    """Of features that do not correlate, so that less is found the more examples there are."""
+    """Returns the squared correlations of random features, which decrease with more examples."""
     features = tf.random.stateless_normal([tf.shape(pair[0])[0], 20], [1, 2]) + 0.0 * pair[0]
     size = tf.cast(tf.shape(features)[0], tf.float32)
     correlation = tf.matmul(features, features, transpose_a=True) / size
@@ -285,12 +288,12 @@ def test_losses_that_are_no_means_train(
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warnings) == (name == "a root"), warnings
     assert all(
-        "create_loss (test_reduction.py" in line and "as a whole" in line for line in warnings
+        "create_loss (test_reduction.py" in line and "the whole batch" in line for line in warnings
     )
 
 
 def test_search_for_means_changes_nothing(train: Train) -> None:
-    """Neither the order of the data, nor random numbers, nor what the forward pass writes."""
+    """The search affects neither the order of the data, nor random numbers, nor variables."""
 
     def hooks(loss: Loss) -> Any:
         data = tf.data.Dataset.from_tensor_slices(small.data())
@@ -305,12 +308,12 @@ def test_search_for_means_changes_nothing(train: Train) -> None:
     assert_weights(tried, state, rtol=1e-5)
 
 
-# ---- What a batch weighs, and sample weights, as Keras has them ----------------------------------
+# ---- Weights of batches, and sample weights as in Keras ------------------------------------------
 
 
 def test_a_step_that_weighs_nothing_changes_nothing(train: Train) -> None:
     inputs, target = (array.copy() for array in regression_data())
-    target[40:48] = 99.0  # of the sixth step
+    target[40:48] = 99.0  # These are the examples of the sixth step.
     hooks = make_hooks(
         create_dataset=sliced((inputs, target)),
         create_opt=sgd,
@@ -327,7 +330,7 @@ def test_a_negative_weight_makes_the_loss_nan(train: Train) -> None:
         train(hooks, steps=2, batch_size=8, on_nan="stop")
 
 
-WEIGHTS = np.random.default_rng(5).uniform(0.0, 3.0, 48)  # float64, as NumPy makes them
+WEIGHTS = np.random.default_rng(5).uniform(0.0, 3.0, 48)  # NumPy's default dtype is float64.
 
 
 def weighted_hooks(weight: Any = WEIGHTS, **hooks: Any) -> SimpleNamespace:
@@ -354,16 +357,16 @@ def test_sample_weights_are_those_of_keras_fit(train: Train, weight: Any, device
 
 
 NO_WEIGHTS: dict[str, SimpleNamespace] = {
-    r"^batch_weight \(test_reduction.py:\d+\): returned float32\[8\], expected how much a b": (
+    r"^batch_weight \(test_reduction.py:\d+\): returned float32\[8\], expected the weight of": (
         make_hooks(batch_weight=lambda batch: tf.ones_like(batch[1][:, 0]))
     ),
-    "^input_pre .*expected .inputs, targets. or .inputs, targets, weights., floats of .b. or": (
-        weighted_hooks(np.arange(48))  # numbers of the examples
+    "^input_pre .*or .inputs, targets, weights., with weights of shape .b. or": (
+        weighted_hooks(np.arange(48))  # These are indices of examples instead of weights.
     ),
     "^input_pre .*for other batches write input_pre, loss_pre, metric_pre": (
         make_hooks(create_dataset=sliced((*regression_data(), *regression_data())))
     ),
-    "^grad_pre .*sample weights need a loss of each example, not one number of the whole": (
+    "^grad_pre .*sample weights need one loss per example, not one number for the whole": (
         weighted_hooks(WEIGHTS, create_loss=lambda: sum_error)
     ),
 }

@@ -1,4 +1,4 @@
-"""Values of metrics that are no single number, and TensorBoard's view of a run that was killed."""
+"""Tests of metrics that return several numbers, and of TensorBoard's data after a kill."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.helpers.project import Train
 
 
 class Confusion(keras.metrics.Metric):
-    """Counts pairs of a true and a predicted sign: a matrix [2, 2]."""
+    """Counts pairs of a true and a predicted sign in a matrix of shape [2, 2]."""
 
     def __init__(self, name: str = "confusion") -> None:
         super().__init__(name=name)
@@ -32,7 +32,7 @@ class Confusion(keras.metrics.Metric):
 
 
 class Quantiles(Confusion):
-    """Has a vector of three values as its result, and a dict with two entries inside a dict."""
+    """Returns a dict with two entries, a vector of three values and a scalar."""
 
     def result(self) -> Any:
         total = tf.reduce_sum(self.counts)
@@ -108,7 +108,7 @@ def read_tensorboard(folder: Path) -> list[int]:
 
 
 def test_resumed_run_has_each_step_once_in_tensorboard(train: Train) -> None:
-    """The first process reached step 9, and its last checkpoint is of step 6."""
+    """The first process reaches step 9, but its last checkpoint is that of step 6."""
     hooks = make_hooks(every_steps={1: lambda step, loss: ctl_core.report(step, loss=loss)})
     state = train(hooks, steps=9, ckpt_every=3)
     run = state.run_dir

@@ -1,4 +1,4 @@
-"""``ctl.row_offset``: where the rows of a replica begin in what ``ctl.all_gather`` returns."""
+"""Tests of ``ctl.row_offset``, the index of a replica's first row in a gathered tensor."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ REPLICAS = 3
 
 
 def find_offsets(rows_of_all: int) -> list[int]:
-    """Returns the offset of each of three replicas that share so many rows."""
+    """Returns the offsets of three replicas that share ``rows_of_all`` rows."""
     devices = [f"CPU:{index}" for index in range(REPLICAS)]
     strategy = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 
@@ -54,8 +54,10 @@ def test_row_offset_outside_of_a_step_is_zero() -> None:
 @pytest.mark.parametrize(
     ("devices", "offsets"),
     [
-        *small.slow_but(of=[(1, 0), (2, 4 + 1)]),  # on two, 4 and 3 rows, then 1 and 1
-        (3, (3 + 5) + 1),  # 3, 2 and 2 rows, then 1, 1 and none
+        # Two devices have 4 and 3 rows of the first batch, and 1 row each of the second batch.
+        *small.slow_but(of=[(1, 0), (2, 4 + 1)]),
+        # Three devices have 3, 2 and 2 rows of the first batch, and 1, 1 and 0 of the second batch.
+        (3, (3 + 5) + 1),
     ],
 )
 def test_batches_of_an_evaluation_that_do_not_divide(

@@ -1,4 +1,4 @@
-"""A run's files: links, hooks in another file, the copy that it keeps, and who watches it."""
+"""Tests of a run's files: links, hooks in other files, the kept copy, and ``evaluate --watch``."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tests.helpers.project import EVALUATED
 
 BASE = small.CALLBACKS + "create_eval_dataset = create_dataset\n"
 FLAGS = ("--steps", "4", "--batch-size", "16", "--learning-rate", "0.1")
-# Half the loss, by a module beside the file and one of the project's.
+# Hooks with half the loss. They import a module of their own folder and a module of the project.
 HALF = """
 from callbacks import *
 import beside
@@ -42,7 +42,7 @@ Ctl = Callable[..., str]
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with callbacks.py and experiments/gan.py, which needs modules of both folders."""
+    """Returns a project whose experiments/gan.py imports modules of two folders."""
     project = tmp_path / "project"
     (project / "experiments").mkdir(parents=True)
     (project / "callbacks.py").write_text(BASE)
@@ -57,7 +57,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ctl(capsys: pytest.CaptureFixture[str]) -> Ctl:
-    """Returns what runs a command as another process would, and gives what it prints."""
+    """Returns a function that runs a command like a new process and returns its output."""
 
     def run(*argv: str) -> str:
         for name in ("callbacks", "ctl_callbacks", "beside", "shared"):
@@ -83,7 +83,7 @@ def assert_trained(run: str, factor: float = 1.0, step: int = 4) -> None:
 def test_folders_of_a_run_may_be_links_and_hooks_change_the_folder(
     project: Path, ctl: Ctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each a link into another disk, from the run's own folders up."""
+    """A run resumes although its folders are links and a hook changes the working directory."""
     ctl("train", "--run-name", "a", *FLAGS)
     places = ["runs/a/tb", "runs/a/ckpt", "runs/a", "runs"]
     for number, place in enumerate(places):
@@ -117,33 +117,33 @@ def test_changed_or_missing_callbacks_file_is_reported(
     assert value
     gan.write_text(HALF.replace("HALF *", "3 *"))
     out = ctl("evaluate")
-    assert out.count(f"{' '.join(copy)} takes what it was") == 1 and value.group() not in out
+    assert out.count(f"{' '.join(copy)} uses the old one") == 1 and value.group() not in out
     out = ctl("evaluate", *copy)
-    assert value.group() in out and "not as it was" not in out
+    assert value.group() in out and "has changed since" not in out
     shutil.copytree("runs/gan", "runs/on")
     out = ctl("train", "--run-name", "on", "--steps", "5")
-    assert out.count("the run goes on with what it is now") == 1
+    assert out.count("the run continues with the current file") == 1
     gan.unlink()
     shutil.rmtree("runs/on")
-    monkeypatch.chdir(project.parent)  # and the project has moved
+    monkeypatch.chdir(project.parent)  # The next line moves the project.
     monkeypatch.chdir(project.rename(project.parent / "moved"))
     sys.path[:] = [path for path in sys.path if "/project" not in path]
     assert main(["evaluate"]) == 2
-    assert f"; {copy[1]} is as the run was trained" in capsys.readouterr().err
+    assert f"; {copy[1]} is the file with which the run was trained" in capsys.readouterr().err
     assert value.group() in ctl("evaluate", *copy)
     ctl("train", "--run-name", "gan", "--steps", "5", *copy)
     assert_trained("gan", 0.5, 5)
     assert Path("runs/gan/callbacks.py").read_text() == HALF
 
 
-# ---- evaluate --watch: each checkpoint of a run that another process trains, until that ends -----
+# ---- evaluate --watch: evaluates each checkpoint of a run until the run ends ---------------------
 
 CONFIG = "steps: 8\nbatch_size: 16\nckpt_every: 2\neval_every: 2\n"
 
 
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that has ended, at step 8, with checkpoints at 2, 4, 6 and 8."""
+    """Returns a project with a run that has ended, with checkpoints of steps 2, 4, 6 and 8."""
     (tmp_path / "callbacks.py").write_text(EVALUATED)
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
@@ -189,7 +189,7 @@ def test_an_ended_run_is_evaluated_from_its_first_checkpoint_on(
     assert {path: path.read_bytes() for path in before} == before
     new = {str(path) for path in Path("runs").rglob("*") if path.is_file()} - set(map(str, before))
     assert {name.split("/events")[0] for name in new} == {"runs/a/watch.jsonl", "runs/a/tb/watch"}
-    assert main(["evaluate", "--watch"]) == 0  # once more, there is nothing new
+    assert main(["evaluate", "--watch"]) == 0  # This command finds no new checkpoint.
     assert capsys.readouterr().out.endswith("has ended; checkpoints evaluated: 0.\n")
 
 
@@ -235,7 +235,10 @@ def test_a_run_of_another_process_that_is_killed_and_started_again(watched: Path
 def test_requirements_leave_out_what_an_environment_brings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is there what an index does not have in this version: installed from a folder."""
+    """Tools such as pip are left out, and so are packages that are installed from a folder.
+
+    A package index does not have the version that is installed from a folder.
+    """
     packages = tmp_path / "site-packages"
     installed = "numpy-2.3.1 pip-25.3 setuptools-80.9.0 wheel-0.45.1 pip_tools-7.5.0 mine-0.1.0"
     for name in installed.split():

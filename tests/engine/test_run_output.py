@@ -1,4 +1,4 @@
-"""What a run says: to listeners, training_log.md, TensorBoard, the console and standard error."""
+"""Tests of a run's output to listeners, training_log.md, TensorBoard, console and stderr."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ from tests.helpers.project import EVALUATED, Cli, Train, refused
 
 
 class Heard(ctl_core.Listener):
-    """Keeps what it hears, and looks at what is on the disk then."""
+    """Records its calls, and asserts that the files of a run exist when it is called."""
 
     instances: ClassVar[list[Any]] = []
 
@@ -55,7 +55,7 @@ class Heard(ctl_core.Listener):
         self.calls.append(("end", step, how))
 
     def short(self) -> list[tuple[Any, ...]]:
-        """What it heard, without the values."""
+        """Returns the recorded calls without the values."""
         return [call[:2] if call[0] in ("train", "eval") else call for call in self.calls]
 
 
@@ -87,7 +87,7 @@ def test_listener_hears_a_run_from_start_to_end(tmp_path: Path) -> None:
 
 
 def test_listener_hears_how_a_run_ends(tmp_path: Path) -> None:
-    """To at_end, too."""
+    """A listener and the hook ``at_end`` receive the reason why a run ends."""
 
     def fail(step: int) -> None:
         raise ValueError("a hook fails")
@@ -129,7 +129,7 @@ def test_listener_that_raises_is_dropped_with_one_warning(
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     for line in warnings:
         assert line.startswith("warning: listener: ctl_core.run.listeners.Listener: ")
-        assert line.endswith("; training goes on without it.")
+        assert line.endswith("; training continues without it.")
     assert len(warnings) >= 2 and sorted(raised) == sorted(methods)
     assert heard.calls[-1] == ("end", 6, "done")
     alone = train(hooks_that_report(), steps=6, learning_rate=state.config.learning_rate)
@@ -177,12 +177,13 @@ create_eval_dataset = create_dataset
 
 
 def test_training_log_has_an_entry_at_the_start_and_a_line_at_each_end(cli: Cli) -> None:
-    """What the user has written between stays; the same note again is the same entry."""
+    """Text that the user adds is kept, and a repeated note does not start a new entry."""
     assert cli(small.CALLBACKS + STOPPED, "--eval-every", "4", "--note", "wider\nhelps").code == 130
     text = LOG.read_text()
     expected = (
         "# Training log\n\n## runs/a\n\n- Expected: wider helps\n"
-        rf"- Settings: steps 10, batch_size 8, eval_every 4\n- {TIME}: begins, no commit\n"
+        r"- Settings: steps 10, batch_size 8, eval_every 4\n"
+        rf"- {TIME}: started without a git commit\n"
         rf"- {TIME}: runs/a stopped at step 6; evaluation of step 4: loss \S+\n"
     )
     assert re.fullmatch(expected, text), text
@@ -203,7 +204,7 @@ def test_training_log_has_no_entry_without_a_note(cli: Cli) -> None:
     assert LOG.read_text().endswith("runs/a failed at step 5\n")
 
 
-# ---- What TensorBoard is shown: summaries of hooks, how a run goes, a profile, the HParams page --
+# ---- TensorBoard: summaries, progress, profiles and the HParams page -----------------------------
 
 
 def read_scalars(state: ctl_core.State) -> list[tuple[int, str, float]]:
@@ -216,18 +217,21 @@ def read_scalars(state: ctl_core.State) -> list[tuple[int, str, float]]:
     )
 
 
-# ---- tf.summary in hooks of the graph: each step once, whatever the devices ----------------------
+# ---- tf.summary in graph hooks: one summary per step on any number of devices --------------------
 
 
 def summarizing_hooks(**hooks: Any) -> SimpleNamespace:
-    """Hooks of which two write a summary."""
+    """Returns hooks, two of which write a summary."""
 
     def input_pre(batch: Any) -> Any:
         tf.summary.scalar("input", tf.cast(tf.summary.experimental.get_step(), tf.float32))
         return batch[0]
 
     def update_pre(gradients: Any) -> Any:
-        """What one replica alone used would be rounded in another way there."""
+        """Writes a summary of scaled gradients.
+
+        If only one replica used the value, rounding could differ between the replicas.
+        """
         third = [gradient * 0.3 for gradient in gradients]
         tf.summary.scalar("third", tf.linalg.global_norm(third))
         return [gradient * 0.7 for gradient in third], gradients
@@ -247,8 +251,8 @@ def test_summaries_of_micro_batches_leave_replicas_equal(train: Train) -> None:
 
 
 def test_summaries_in_a_compiled_step_are_refused(train: Train) -> None:
-    """On several devices, the update is not compiled."""
-    message = r" \(\w+.py:\d+\): jit_compile compiles no tf.summary and no "
+    """On several devices, ``update_pre`` may write summaries, because XLA does not compile it."""
+    message = r" \(\w+.py:\d+\): jit_compile cannot compile tf.summary or "
     with pytest.raises(ctl_core.SetupError, match=f"^input_pre{message}"):
         train(summarizing_hooks(), steps=1, jit_compile=True)
     hooks = make_hooks(update_pre=summarizing_hooks().update_pre)
@@ -258,15 +262,16 @@ def test_summaries_in_a_compiled_step_are_refused(train: Train) -> None:
     assert [step for step, name, _ in read_scalars(state) if name == "third"] == [1, 2]
 
 
-# ---- What the engine writes ----------------------------------------------------------------------
+# ---- Summaries that the engine writes ------------------------------------------------------------
 
 
 def test_summaries_have_the_learning_rate_and_the_speed(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a cosine. metrics.jsonl, which is compared line by line, has no speed."""
-    monkeypatch.setattr(summaries, "PAUSE", 0.0)  # however fast the steps are
-    monkeypatch.setattr(summaries, "read_peak_memory", lambda devices: 3 * 2**20)  # as of a GPU
+    """The speed is not in metrics.jsonl, because tests compare the lines of two runs."""
+    monkeypatch.setattr(summaries, "PAUSE", 0.0)  # Without a pause, even fast steps are reported.
+    # Only a GPU has a peak memory, so the value is faked.
+    monkeypatch.setattr(summaries, "read_peak_memory", lambda devices: 3 * 2**20)
     report = {2: lambda step, loss: ctl_core.report(step, loss=loss)}
     hooks = small.hooks(every_steps=report)
     settings = {"lr_schedule": "cosine", "learning_rate": 0.2, "batch_size": 16}
@@ -277,7 +282,7 @@ def test_summaries_have_the_learning_rate_and_the_speed(
         step: value for (step, name), value in scalars.items() if name.endswith("learning_rate")
     }
     assert [*rates] == [2, 4, 6, 8, 10, 12, 14, 16]
-    for step in range(10, 17, 2):  # the rate that the step was taken with
+    for step in range(10, 17, 2):  # The reported rate is the rate of the step's own update.
         assert rates[step] == pytest.approx(0.1 * (1 + np.cos(np.pi * (step - 1) / 16)), rel=1e-4)
     for (step, name), value in scalars.items():
         if name == "progress/examples_per_second":
@@ -304,7 +309,7 @@ def test_a_profile_changes_no_bit_and_ends_with_a_failing_hook(train: Train) -> 
 
 
 def test_the_hparams_page_has_the_last_settings_of_a_run(train: Train) -> None:
-    """Those that are not the defaults."""
+    """The page shows the settings that differ from the defaults."""
     settings = {"run_name": "a", "hparams": {"width": 8, "of": {"kinds": ["a"]}}}
     train(make_hooks(), steps=2, **settings)
     run = train(make_hooks(), steps=4, ema=0.9, **settings).run_dir
@@ -331,14 +336,14 @@ LONG = "a name [red]of some length[/] :smile:"
 
 
 def terminal(width: int) -> tuple[Console, io.StringIO]:
-    """Returns the console of a pretended terminal, and what is written to it."""
+    """Returns a console on a simulated terminal, and the buffer that receives its output."""
     written, environ = io.StringIO(), {"TERM": "xterm-256color"}
     pretended = Terminal(force_terminal=True, width=width, file=written, _environ=environ)
     return Console(pretended), written
 
 
 def screen(text: str) -> list[str]:
-    """Returns the lines that the progress line and messages take, without escape codes."""
+    """Splits a terminal's output into lines without escape codes."""
     return [line for line in re.split(r"[\r\n]+", ESCAPE.sub("", text)) if line.strip()]
 
 
@@ -384,7 +389,7 @@ def test_a_narrow_terminal_has_no_bar_and_then_fewer_words() -> None:
 def test_messages_appear_above_the_progress_line_as_they_are() -> None:
     console, written = terminal(40)
     console.start(0, 10)
-    for _ in range(2):  # said once
+    for _ in range(2):  # A repeated warning is shown only once.
         console.warn(f"{LONG} and then some more words than the terminal has columns")
     console.values(5, "eval", {"accuracy": 0.5}, remark="in 0.1 s")
     console.advance(10)
@@ -398,7 +403,7 @@ def test_messages_appear_above_the_progress_line_as_they_are() -> None:
 
 
 def test_show_step_prints_what_the_engine_does_not_show(capfd: pytest.CaptureFixture[str]) -> None:
-    """From a user's function, a line; from a deferred hook or beside a live line, nothing."""
+    """A step is printed, except in a deferred hook or if a terminal shows a progress line."""
     console, written = terminal(80)
     console.start(0, 10)
     console.step(5)
@@ -406,7 +411,7 @@ def test_show_step_prints_what_the_engine_does_not_show(capfd: pytest.CaptureFix
     assert "\nstep 5" not in "\n".join(screen(written.getvalue())[1:])
     plain = Console()
     plain.start(0, 10)
-    plain._printed_at = -math.inf  # a second is over
+    plain._printed_at = -math.inf  # Pretends that the last line was printed long ago.
     with plain.defer():
         plain.step(4)
     plain.step(5)
@@ -435,7 +440,7 @@ def test_many_values_can_be_kept_from_the_console() -> None:
 def test_console_prints_few_lines_into_a_pipe(
     train: Train, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default hooks: a line every few seconds, and one at the end."""
+    """With the default hooks, a line is printed every few seconds and another one at the end."""
     every_steps = ctl_core.hooks.defaults.every_steps
     state = train(make_hooks(every_steps=every_steps), steps=40)
     out, err = capfd.readouterr()
@@ -443,27 +448,28 @@ def test_console_prints_few_lines_into_a_pipe(
     first, parameters, *others = out.splitlines()
     assert "training, to step 40, batch size 16, 1 replica on CPU" in first
     assert "parameters to train" in parameters
-    last, done, where = others
+    last, done, where, next_command = others
     assert re.fullmatch(r"step 40/40  loss [0-9.e+-]+(  [0-9.]+ steps/s)?  0:\d\d", last)
     assert done.startswith("done: step 40")
-    assert where.startswith(f"Everything is in {state.run_dir}. Next: tensorboard --logdir ")
+    assert where == f"Everything is in {state.run_dir}. Next, for example:"
+    assert next_command.startswith("  tensorboard --logdir ")
 
     train(make_hooks(every_steps=every_steps), steps=80, run_name="often", log_seconds=1e-3)
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split("  loss")[0] for line in lines[-3:]] == [
         f"step {n}/80" for n in (60, 70, 80)
     ]
-    kind = type(state.strategy.extended)  # as it is where there is a GPU
+    kind = type(state.strategy.extended)  # The next line pretends that the replica is on a GPU.
     monkeypatch.setattr(kind, "worker_devices", ("/replica:0/task:0/device:GPU:0",))
-    reason = "1 replica on GPU, not compiled: it trains on a CPU."  # as it did
+    reason = "1 replica on GPU, not compiled: training runs on a CPU."  # The run was on a CPU.
     assert describe_start(state, 0, 41).endswith(reason)
     peaks = {"current": 2**20, "peak": 3 * 2**20}
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", {"GPU:0": peaks}.get)
-    assert "; at most 3 MiB of a GPU's memory" in describe_end(state, 0)[0]
+    assert "; peak GPU memory 3 MiB" in describe_end(state, 0)[0]
 
 
 def test_a_start_that_fails_leaves_no_dated_folder(tmp_path: Path) -> None:
-    """One with a name keeps its log."""
+    """If a start fails, only the folder of a run with a name is kept. It contains the log."""
 
     def fail() -> None:
         raise ValueError("mine")
@@ -495,10 +501,13 @@ class Notes(ctl_core.Listener):
 def test_commands_that_succeed_write_nothing_to_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second training finds the list of checkpoints gone; a cluster's chief is heard."""
+    """Even a missing list of checkpoints causes no message on stderr.
+
+    The listener of a cluster is called by the chief only.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", lean.PYTHONPATH)
-    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # the engine's own choice counts
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # The engine sets the log level.
     Path("callbacks.py").write_text(EVALUATED)
     Path("own.py").write_text(NOTES)
     ctl = [sys.executable, "-W", "default::DeprecationWarning:__main__", "-m", "ctl_core"]

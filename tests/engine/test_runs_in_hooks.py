@@ -1,4 +1,4 @@
-"""A run that a hook of another run loads or trains leaves no trace in that run."""
+"""Tests that a hook can load or train another run without affecting its own run."""
 
 import functools
 import random
@@ -22,7 +22,7 @@ engine.start_devices()
 
 @pytest.fixture
 def train_small(tmp_path: Path) -> engine.Train:
-    """``train_small(hooks, **settings)`` trains as ``small.plain`` does, for six steps."""
+    """Returns ``train_small(hooks, **settings)``, which trains six steps like ``small.plain``."""
     return functools.partial(engine.train, runs=tmp_path / "runs", **small.settings(6))
 
 
@@ -30,7 +30,7 @@ def train_small(tmp_path: Path) -> engine.Train:
 def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> engine.Command:
-    """``command(*words)`` is ``python -m ctl_core WORDS`` in the test's folder."""
+    """Returns ``command(*words)``, which runs ``python -m ctl_core WORDS`` in the test's folder."""
     return engine.commands_here(tmp_path, monkeypatch, capfd)
 
 
@@ -53,7 +53,10 @@ def create_model():
 
 @pytest.fixture
 def other(tmp_path: Path, command: engine.Command) -> Path:
-    """A deterministic run of another project without TF32, whose file sets Keras' policy."""
+    """Returns a run of another project, whose callbacks.py sets the dtype policy of Keras.
+
+    The run uses logical replicas, so it is deterministic and does not use TF32.
+    """
     before = keras.config.dtype_policy()
     folder = tmp_path / "other"
     folder.mkdir()
@@ -67,7 +70,7 @@ def other(tmp_path: Path, command: engine.Command) -> Path:
 
 
 def read_process_state() -> dict[str, Any]:
-    """What a run sets for the whole process, or draws from."""
+    """Returns the process-wide state that a run may change, including random states."""
     numbers = random.getstate(), repr(np.random.get_state())
     layer = keras.layers.Layer()
     return {
@@ -86,7 +89,7 @@ def read_process_state() -> dict[str, Any]:
 
 
 def test_a_run_that_a_hook_loads_leaves_no_trace(train_small: engine.Train, other: Path) -> None:
-    """Weights, lines and files are those of a run without it, and the model is kept meanwhile."""
+    """Weights and metrics equal those of a run without the hook, while the loaded model is kept."""
     loaded: list[ctl_core.LoadedModel] = []
 
     def load() -> None:
@@ -129,7 +132,7 @@ def test_a_run_that_a_hook_loads_leaves_no_trace(train_small: engine.Train, othe
 
 
 def test_a_float32_run_is_loaded_in_float32_and_may_be_trained(train_small: engine.Train) -> None:
-    """Also where the hook's own run computes in less; a training within a hook leaves none, too."""
+    """A hook of a bfloat16 run can load and train float32 runs without affecting its own run."""
     train_small(small.hooks(), steps=1, run_name="other")
     seen: list[Any] = []
 

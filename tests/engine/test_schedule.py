@@ -1,4 +1,4 @@
-"""When hooks, checkpoints and evaluations are due, with which values hooks run; the rate."""
+"""Tests of due hooks, checkpoints and evaluations, and of the learning rate."""
 
 import json
 import math
@@ -21,7 +21,7 @@ BATCH = 16
 
 
 def plain_loop(steps: int) -> dict[int, list[Any]]:
-    """Trains by hand with SGD and returns what there was to see at each step."""
+    """Trains in a plain loop with SGD and returns the values of each step, keyed by step."""
     model, seen = small.create_model(), {}
     batches = small.create_dataset(BATCH).repeat().take(steps)
     for step, (inputs, target) in enumerate(batches, 1):
@@ -46,7 +46,7 @@ def test_steps_and_values_equal_those_of_a_plain_loop(train: Train) -> None:
         ) -> None:  # fmt: skip
             calls.append((name, step))
             for shown, value in zip(display_gradients, [loss, *gradients], strict=True):
-                np.testing.assert_array_equal(shown, value)  # what update_pre got
+                np.testing.assert_array_equal(shown, value)  # These are the inputs of update_pre.
             values = [loss, output, *batch, *gradients, *train_model.get_weights()]
             for value, other in zip(values, expected[step], strict=True):
                 np.testing.assert_allclose(value, other, rtol=2e-5, atol=1e-6)
@@ -92,10 +92,11 @@ def test_a_step_is_traced_once_for_what_hooks_read_of_it(train: Train) -> None:
         program = make_hooks(input_pre=input_pre, every_steps=hooks)
         train(program, steps=60, run_name=f"of-{len(traces)}")
         traces.append(len(traced))
-    assert traces[1] - traces[0] == 2  # for the loss, and for the loss with gradients
+    # One additional trace returns the loss, and another one returns the loss and the gradients.
+    assert traces[1] - traces[0] == 2
 
 
-# ---- Checkpoints and evaluations by the epoch or the clock ---------------------------------------
+# ---- Checkpoints and evaluations with periods in epochs or in time -------------------------------
 
 
 def hooks(**more: Any) -> Any:
@@ -112,7 +113,7 @@ def saved(folder: Path) -> list[int]:
 
 
 def test_an_epoch_is_a_pass_over_the_data(train: Train) -> None:
-    """100 examples in batches of 16: six steps, the rest is left out."""
+    """A pass over 100 examples in batches of 16 has six steps, because the remainder is dropped."""
     more = {"eval_every": "1epoch", "ckpt_every": "2epochs"}
     state = train(hooks(), steps=26, **more)
     assert evaluated(state.run_dir) == [6, 12, 18, 24, 26]
@@ -122,7 +123,7 @@ def test_an_epoch_is_a_pass_over_the_data(train: Train) -> None:
 
 
 class Clock:
-    """A clock that goes on by so many seconds each time that it is read."""
+    """A clock that advances by a fixed number of seconds each time it is read."""
 
     def __init__(self, seconds: float) -> None:
         self.now, self.seconds = 0.0, seconds
@@ -136,7 +137,7 @@ class Clock:
 def test_saving_by_the_clock_changes_no_bit(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checkpoints by the clock, also between two stops; and it stops when its time is over."""
+    """Neither checkpoints at time intervals nor a stop by ``max_time`` change the final weights."""
     plain = train(hooks(), steps=40, run_name="plain", ckpt_every=0)
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "MOST_STEPS", 4)
@@ -156,19 +157,20 @@ def test_saving_by_the_clock_changes_no_bit(
     assert saved(state.run_dir) == [state.step]
     printed = capsys.readouterr().out
     assert "max_time is over." in printed
-    assert "stopped by SIGTERM, saved; goes on from here with --run-name limited" in printed
+    assert f"stopped by SIGTERM, saved: step {state.step}; " in printed
+    assert "  ./train.sh --run-name limited  # resumes it\n" in printed
     rest = train(hooks(), max_time="1h", **more)
     assert rest.step == 40 and rest.stopped_by is None
     assert_weights(rest, plain)
 
 
-# ---- The learning rate: a curve of the settings or of create_opt, and as hooks see and set it ----
+# ---- The learning rate: schedules of settings and create_opt, and hooks that read or assign it ---
 
 STEPS, RATE, WARMUP = 12, 0.2, 4
 
 
 def by_keras(kind: str, warmup: int) -> list[float]:
-    """The rates of all steps, as Keras' schedules have them."""
+    """Returns the learning rates of all steps, computed by the schedules of Keras."""
     rest = STEPS - warmup
     schedules = keras.optimizers.schedules
     after: Any = {
@@ -203,10 +205,10 @@ def test_a_hook_that_assigns_lr_ends_the_schedule(
         every_steps={1: lambda lr: seen.append(round(float(lr), 6))},
     )
     more: dict[str, Any] = {"lr_schedule": "linear", "learning_rate": RATE, "ckpt_every": 4}
-    for steps in (9, STEPS):  # it stays ended
+    for steps in (9, STEPS):  # The resumed run does not use the schedule either.
         train(hooks, steps=steps, **more)
     printed = capsys.readouterr().out
-    assert printed.count("a hook assigns lr, which ends lr_schedule and warmup.") == 1
+    assert printed.count("a hook assigned lr, so lr_schedule and warmup no longer apply.") == 1
     assert seen[:6] == pytest.approx([RATE * (1 - step / 9) for step in range(6)], abs=1e-6)
     assert seen[6:] == [0.05] * 6
 
@@ -226,7 +228,7 @@ def test_a_finished_run_that_is_trained_on_says_how_its_rate_jumps(
     last_rate = seen[8]
     train(hooks, steps=8, run_name="same", fork="a@4", **more)
     assert "jumps" not in capsys.readouterr().out
-    train(hooks, steps=8, run_name="a", **more)  # nothing is left to train
+    train(hooks, steps=8, run_name="a", **more)  # No step is left to train.
     assert "jumps" not in capsys.readouterr().out
     train(hooks, steps=16, run_name="a", **more)
     out = capsys.readouterr().out
@@ -240,7 +242,7 @@ def test_a_finished_run_that_is_trained_on_says_how_its_rate_jumps(
     assert seen[20] == seen[16]
     constant = {**more, "lr_schedule": "constant", "learning_rate": 0.05}
     train(hooks, steps=24, run_name="a", **constant)
-    assert "learning_rate is 0.05 from here on." in capsys.readouterr().out
+    assert "learning_rate is 0.05 from now on." in capsys.readouterr().out
     assert seen[24] == pytest.approx(0.05)
 
 
@@ -252,13 +254,13 @@ def test_a_curve_that_another_learning_rate_scales_is_no_jump(
     train(small.hooks(), steps=8, run_name="a", learning_rate=RATE, **more)
     train(small.hooks(), steps=8, run_name="b", fork="a@4", learning_rate=RATE / 2, **more)
     out = capsys.readouterr().out
-    assert "learning_rate is 0.1 from here on." in out and "jumps" not in out
+    assert "learning_rate is 0.1 from now on." in out and "jumps" not in out
 
 
 def test_schedule_of_create_opt_overrides_the_setting(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Hooks are given the rate that it gives the optimizer."""
+    """Hooks receive the rates of the schedule that ``create_opt`` passes to the optimizer."""
     seen: list[tuple[int, float, float, float]] = []
 
     def look(step: int, lr: Any, optimizer: Any, display_gradients: Any) -> None:
@@ -273,14 +275,16 @@ def test_schedule_of_create_opt_overrides_the_setting(
     )
     more: dict[str, Any] = {"lr_schedule": "linear", "warmup": 3, "learning_rate": RATE}
     state = train(hooks, steps=STEPS, virtual_devices=2, **more)
-    assert "lr_schedule and warmup change nothing: create_opt gives" in capsys.readouterr().out
+    assert "lr_schedule and warmup have no effect: create_opt gives" in capsys.readouterr().out
     for step, rate, used, in_graph in seen:
-        assert rate == used == pytest.approx(RATE * 0.9**step)  # of the next update
-        assert in_graph == pytest.approx(RATE * 0.9 ** (step - 1))  # of this one
+        # Host hooks run after an update and see the rate of the next update. Graph hooks run during
+        # an update and see its own rate.
+        assert rate == used == pytest.approx(RATE * 0.9**step)
+        assert in_graph == pytest.approx(RATE * 0.9 ** (step - 1))
     assert_weights(state, small.plain(STEPS, lambda step: RATE * 0.9 ** (step - 1)), rtol=1e-5)
 
 
 def test_a_rate_that_no_hook_uses_is_said(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     hooks = small.hooks(create_opt=lambda: keras.optimizers.SGD(0.1))
     train(hooks, steps=1, learning_rate=0.5)
-    assert "learning_rate changes nothing: create_opt does not use lr." in capsys.readouterr().out
+    assert "learning_rate has no effect: create_opt does not use lr." in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Settings as users see them: where they come from, what goes before what, runs, ``--help``."""
+"""Tests of settings: their sources and precedence, the settings of runs, and ``--help``."""
 
 import dataclasses
 import os
@@ -19,7 +19,8 @@ from ctl_core.run.errors import SetupError
 from ctl_core.run.layers import load_config, write_config
 from ctl_core.run.settings import PERIODS, SETTINGS, Config
 
-# For each setting a value that is not the default, as written, and in Python where that differs.
+# For each setting, a value that differs from the default. A tuple contains the text in a file and
+# the value in Python, if the two differ.
 VALUES: dict[str, Any] = {
     "steps": 30, "epochs": 3, "overfit_batches": 1, "batch_size": 8, "accumulate_steps": 2,
     "logical_replicas": 4, "intra_op_threads": 2,
@@ -35,13 +36,13 @@ VALUES: dict[str, Any] = {
     "callbacks": "b, c.py", "listener": "a.b:C", "debug": True,
 }  # fmt: skip
 
-# The settings without which another one is refused.
+# Further settings that some settings require.
 NEEDED = {"init_skip": {"init_from": "m.keras"}, "mirror": {"run_name": "a"}}
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty project folder, and no settings in the environment."""
+    """Returns an empty project folder and removes all settings from the environment."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("CTL_")]:
         monkeypatch.delenv(name)
@@ -49,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def parse(*words: str, config: str | None = None, **environ: str) -> Command:
-    """Returns a command line as it is read with this config.yaml and environment."""
+    """Parses a command line with the given config.yaml and environment variables."""
     if config is not None:
         Path("config.yaml").write_text(config)
     with mock.patch.dict(os.environ, environ):
@@ -57,7 +58,7 @@ def parse(*words: str, config: str | None = None, **environ: str) -> Command:
 
 
 def make_run(name: str, text: str = "seed: 0\n", age: int = 0) -> Path:
-    """Writes the config.yaml of a run, so many seconds old."""
+    """Writes the config.yaml of a run. A run with a larger ``age`` (in seconds) is older."""
     run = Path("runs") / name
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(text)
@@ -75,7 +76,7 @@ def refuse(*flags: str, config: str | None = None, **environ: str) -> str:
     return str(caught.value)
 
 
-# ---- What goes before what ---------------------------------------------------------------------
+# ---- Precedence --------------------------------------------------------------------------------
 
 
 def test_the_table_of_sources_has_every_setting() -> None:
@@ -99,7 +100,7 @@ def test_file_environment_and_flags_read_a_setting_alike(name: str) -> None:
 
 
 def test_flags_override_the_environment_which_overrides_the_file() -> None:
-    """Also to take a value or a switch back."""
+    """A higher layer can also reset a value to null or switch off an option of a lower layer."""
     assert resolve(config="batch_size: 8", CTL_BATCH_SIZE="16").batch_size == 16
     assert resolve("--batch-size=32", CTL_BATCH_SIZE="16").batch_size == 32
     assert resolve(CTL_BATCH_SIZE="").batch_size == 8
@@ -118,7 +119,7 @@ def test_epochs_of_a_higher_layer_replace_steps_of_a_lower_one() -> None:
 
 
 def test_the_last_of_two_settings_files_wins() -> None:
-    """Which take the place of config.yaml; a later one goes before."""
+    """Settings files that are passed explicitly replace config.yaml."""
     Path("base.yaml").write_text("steps: 3\nseed: 1\nhparams: {width: 32, deep: {a: 1, b: 2}}\n")
     Path("big.yaml").write_bytes(
         b"\xef\xbb\xbfepochs: 2\r\nseed: 2\r\nhparams: {width: wide, deep: {b: 9}}\r\n"
@@ -171,15 +172,22 @@ def test_hparams_are_read_alike_everywhere_and_read_back_equal(text: str) -> Non
 
 
 def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
-    """Else a slip in its name would train with the old value; a new one is written down first."""
+    """Unknown hyperparameters are refused, because a misspelled name would have no effect.
+
+    A new hyperparameter must first be added to a settings file.
+    """
     config = "hparams: {width: 3, optimizer: {momentum: 0.9}, rates: {}, deep: null}\n"
     message = refuse("--hparams.widht", "4", config=config)
-    assert message == "hparams.widht: no settings file has it; did you mean 'width'?"
+    assert (
+        message == "hparams.widht: no settings file has this hyperparameter; did you mean 'width'?"
+    )
     assert "'momentum'" in refuse("--hparams.optimizer.momentun", "3")
     assert "CTL_HPARAMS.widht: no" in refuse(CTL_HPARAMS="{widht: 4}")
     assert "'width'" in refuse(CTL_HPARAMS__WIDHT="4")
-    assert "expected a value such as 3" in refuse("--hparams.width", "wide")
-    with pytest.raises(SetupError, match=r"^hparams\.widht: no settings file has it"):
+    assert "expected a value of the same kind as 3" in refuse("--hparams.width", "wide")
+    with pytest.raises(
+        SetupError, match=r"^hparams\.widht: no settings file has this hyperparameter"
+    ):
         load_config("config.yaml", hparams={"widht": 4})
     assert resolve("--hparams.rates.a", "1").hparams["rates"] == {"a": 1}
     assert resolve("--hparams.deep.x", "1").hparams["deep"] == {"x": 1}
@@ -198,7 +206,7 @@ def test_wrong_flags_are_refused() -> None:
 
 
 def test_jit_compile_is_true_false_or_auto_wherever_it_is_set() -> None:
-    """The flag alone means true; ``Config`` is checked by pydantic, so a text becomes a bool."""
+    """All sources accept the three values, and a flag without a value means true."""
     flags = {
         (): "auto",
         ("--jit-compile",): True,
@@ -224,7 +232,7 @@ def test_jit_compile_is_true_false_or_auto_wherever_it_is_set() -> None:
 
 
 def test_lists_of_patterns_are_read_and_written(folder: Path) -> None:
-    """Flags replace what is below, ``write_config`` writes what is read again, and null is none."""
+    """Flags replace a list of a lower layer, written lists read back equal, and null means None."""
     below = "init_from: a\ninit_skip: ['*/bias', head/*]\n"
     config = resolve(config=below)
     assert config.init_skip == ["*/bias", "head/*"]
@@ -242,7 +250,9 @@ def test_settings_from_python_are_converted_and_checked() -> None:
     resolved = Config(steps=np.int64(3), learning_rate=np.float32(0.5), runs_dir=Path("x"))  # type: ignore[arg-type]
     assert resolved == Config(steps=3, learning_rate=0.5, runs_dir="x")
     assert type(resolved.steps) is int and type(resolved.runs_dir) is str
-    with pytest.raises(SetupError, match=r"^fork and init_from: give one of the two, got a and b."):
+    with pytest.raises(
+        SetupError, match=r"^fork and init_from: set only one of the two, got a and b."
+    ):
         Config(fork="a", init_from="b")
     Path("my.yaml").write_text("steps: 3\nhparams: {layers: {first: 1, second: 2}}\n")
     config = ctl_core.load_config("my.yaml", epochs=2, hparams={"layers": {"first": 9}})
@@ -266,7 +276,7 @@ def test_commands_use_a_run_with_its_saved_settings() -> None:
     def use(*words: str, **environ: str) -> Any:
         return parse("evaluate", *words, **environ)
 
-    # How a run was watched, and by how many processes trained, says nothing about how it is used.
+    # A command that uses a run ignores its settings debug and workers, which concern only training.
     expected = dataclasses.replace(saved, debug=False, workers=1)
     for words in (["old"], ["--run-name", "old"]):
         command = use(*words, "--checkpoint", "3")
@@ -279,7 +289,7 @@ def test_commands_use_a_run_with_its_saved_settings() -> None:
     other = dataclasses.replace(expected, batch_size=11, hparams={"width": "x"})
     assert use("--config", "mine.yaml").config == other
     for words, message in (
-        (["--runs-dir", "elsewhere"], "elsewhere: no run there yet"),
+        (["--runs-dir", "elsewhere"], "elsewhere: there is no run yet"),
         (["--checkpoint", "first"], "checkpoint: expected a whole number, got 'first'."),
         (["--workers", "2"], "there is no setting '--workers'"),
     ):
@@ -288,7 +298,10 @@ def test_commands_use_a_run_with_its_saved_settings() -> None:
 
 
 def test_a_resumed_run_keeps_its_saved_settings() -> None:
-    """Flags and files that are named go before; hparams that it does not have are the project's."""
+    """Only flags and explicitly passed files override the saved settings.
+
+    A hyperparameter that the run does not have is read from the project's config.yaml.
+    """
     project = "steps: 600\nearly_stop: loss:3\nhparams: {old: 1}\n"
     first = resolve("--run-name=a", "--batch-size=8", "--early-stop=null", config=project)
     write_config(first, Path("own.yaml"))
@@ -300,7 +313,7 @@ def test_a_resumed_run_keeps_its_saved_settings() -> None:
         "runs/a keeps its own settings; config.yaml differs in early_stop, hparams.old, seed: "
     )
     assert message in command.notes[0]
-    os.utime("runs/a/config.yaml", (2**33, 2**33))  # started again since
+    os.utime("runs/a/config.yaml", (2**33, 2**33))  # The run was started again in the meantime.
     assert not parse("train", "--run-name=a").notes
     Path("mine.yaml").write_text("seed: 5\nepochs: 2\n")
     command = parse("train", "--run-name=a", "--config=mine.yaml")
@@ -309,7 +322,10 @@ def test_a_resumed_run_keeps_its_saved_settings() -> None:
 
 
 def test_a_fork_and_a_run_of_an_earlier_engine_inherit_known_settings() -> None:
-    """A cluster's supervisor makes a folder for logs; an earlier engine had other settings."""
+    """Settings that only an earlier engine had are ignored.
+
+    A run folder without settings is treated as new, because a supervisor creates it for its logs.
+    """
     run = make_run("a", "steps: 5\nseed: 3\nworkers: 2\nrun_name: a\nfork: b\n")
     (run / "ckpt/engine").mkdir(parents=True)
     (run / "ckpt/engine/ckpt-3.json").touch()
@@ -340,11 +356,12 @@ def test_saved_settings_read_back_equal(folder: Path) -> None:
 def test_help_shows_the_flags_of_a_command(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In groups, on two screens."""
+    """The help lists all flags of the command in fewer than 100 lines."""
     monkeypatch.setenv("COLUMNS", "100")
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
-    assert "CTL_BATCH_SIZE" in shown and len(shown.splitlines()) < 100
+    assert ("CTL_BATCH_SIZE" in shown) == bool(COMMANDS[command].settings)
+    assert "default: null" not in shown and len(shown.splitlines()) < 100
     names = {*COMMANDS[command][1], *COMMANDS[command][2]} - {"hparams"}
     flags = {*re.findall(r"^  --([a-z-]+)", shown, re.MULTILINE)}
     assert flags == {name.replace("_", "-") for name in names}
@@ -358,7 +375,10 @@ def test_the_help_has_a_group_for_each_setting() -> None:
 
 
 def test_every_setting_is_used_somewhere() -> None:
-    """Somewhere else in the engine than where settings are read; the schedule asks for periods."""
+    """Each setting is used outside of the modules that parse settings.
+
+    Periods are not searched for, because the schedule reads them with ``getattr``.
+    """
     engine = Path(ctl_core.__file__).parent
     sources = [p.read_text() for p in engine.rglob("*.py") if p.stem not in ("settings", "cli")]
     for name in SETTINGS.keys() - set(PERIODS):
@@ -366,7 +386,7 @@ def test_every_setting_is_used_somewhere() -> None:
 
 
 def test_unknown_settings_of_a_run_are_refused_except_those_of_earlier_engines() -> None:
-    """A name that is misspelt while the file is edited would otherwise change nothing."""
+    """Unknown settings of a run are refused, because a misspelled name would have no effect."""
     make_run("a", "steps: 3\ninit_partial: false\nwait_for_workers: 600\n")
     Path("runs/a/train.log").touch()
     assert resolve("--run-name", "a").steps == 3
@@ -387,4 +407,4 @@ def test_unknown_settings_of_a_run_are_refused_except_those_of_earlier_engines()
 def test_a_name_that_is_no_folder_is_refused_with_the_reason(name: str, problem: str) -> None:
     message = refuse(f"--run-name={name}")
     assert message.startswith("run_name: ") and problem in message
-    assert "a run is a folder in runs_dir" in message
+    assert "the name becomes a folder in runs_dir" in message

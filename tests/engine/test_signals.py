@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT at special moments: the run is saved, and goes on as if it had not been."""
+"""Tests of signals at special moments: the run is saved, and resumes as if it had not stopped."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ Kill = Callable[[], None]
 
 
 def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Hooks that call ``kill`` once, during what the name says."""
+    """Returns hooks that call ``kill`` once, in the phase that ``during`` names."""
     left = [kill]
 
     def once(moment: str) -> bool:
@@ -51,14 +51,14 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
     moments: dict[str, tuple[int, signal.Signals]] = {
         "creation": (0, signal.SIGTERM),
         "tracing": (0, signal.SIGINT),
-        "saving": (5, signal.SIGTERM),  # the next time that all are asked
+        "saving": (5, signal.SIGTERM),  # The run stops at the next step after saving step 4.
         "evaluation": (6, signal.SIGINT),
     }
     whole = train(hooks_with("", lambda: None, monkeypatch), steps=12, run_name="whole", **SETTINGS)
     for during, (stops_at, number) in moments.items():
 
         def kill_twice(number: int = number) -> None:
-            """As a process manager does that signals supervisor and workers."""
+            """Raises a signal twice, like a process manager that signals all processes."""
             signal.raise_signal(number)
             signal.raise_signal(number)
 
@@ -75,7 +75,7 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
 def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log has it as one that was stopped, by a person, and not as one that has failed."""
+    """After a second SIGINT, the log reports an interruption instead of a failure."""
     monkeypatch.setattr(signals, "SAME_SIGNAL", 0.0)
 
     def endless() -> None:
@@ -97,7 +97,7 @@ def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(
 
 
 def test_sigusr1_counts_as_sigterm(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch systems send it before the time of a job is over."""
+    """SIGUSR1 stops a run like SIGTERM, because batch systems send it before a time limit."""
     kill = functools.partial(signal.raise_signal, signal.SIGUSR1)
     state = train(hooks_with("step", kill, monkeypatch), steps=12, **SETTINGS)
     assert (state.step, state.stopped_by) == (5, signal.SIGTERM)
@@ -105,12 +105,12 @@ def test_sigusr1_counts_as_sigterm(train: Train, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_process_that_is_forked_off_a_run_ends_by_a_signal() -> None:
-    """As multiprocessing ends its own; the run goes on."""
+    """SIGTERM, which ``multiprocessing`` sends, ends a forked process while the run continues."""
     forking = multiprocessing.get_context("fork")
     started = forking.Event()
 
     def sleep() -> None:
-        started.set()  # Python drops a signal that comes while it forks
+        started.set()  # Python drops signals that arrive during a fork.
         time.sleep(600)
 
     with signals.Signals() as received:

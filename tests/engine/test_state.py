@@ -1,4 +1,4 @@
-"""A run that is resumed, or begins from another, has all that the other had."""
+"""Tests that resumed and forked runs continue with the complete state, and of initial weights."""
 
 import re
 from functools import partial
@@ -29,7 +29,7 @@ from tests.helpers.project import Cli, Train, refused
 
 
 class Counting(keras.layers.Layer):
-    """Counts its calls, with a variable made by hand, and keeps a metric of its own."""
+    """Counts its calls with a variable, and the examples with a metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def counting_model() -> keras.Model:
 
 @pytest.mark.slow
 def test_statistics_of_each_replica_resume(train: Train) -> None:
-    """Each goes on with its own moving statistics, not with their mean."""
+    """Each replica resumes with its own moving statistics instead of the mean over all replicas."""
     program = partial(make_hooks, create_model=counting_model)
     whole = assert_resumes(train, program, virtual_devices=2)
     counters = [v for path, v in whole.items() if path.startswith("create_model/")]
@@ -59,7 +59,7 @@ def test_statistics_of_each_replica_resume(train: Train) -> None:
 def test_a_position_that_outweighs_the_model_is_mentioned_once(
     train: Train, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, buffer: int
 ) -> None:
-    """Each element of the buffer has 1,000 numbers; the variables are a few hundred."""
+    """A message is printed once if the saved shuffle buffer is much larger than the model."""
     monkeypatch.setattr(position, "LARGE_POSITION", 1_000_000)
 
     def create_dataset(global_batch_size: int) -> tf.data.Dataset:
@@ -71,12 +71,12 @@ def test_a_position_that_outweighs_the_model_is_mentioned_once(
 
     train(make_hooks(create_dataset=create_dataset), steps=4, ckpt_every=2)
     text = capfd.readouterr().out
-    mentioned = re.findall(r"each checkpoint holds \d+ MB of the position in the data", text)
+    mentioned = re.findall(r"each checkpoint contains \d+ MB for the position in the data", text)
     assert len(mentioned) == int(buffer > 100), text
 
 
 def test_an_evaluation_changes_no_bit_of_training(train: Train) -> None:
-    """Of a model that writes while it is called."""
+    """An evaluation changes no bit, even if the model assigns variables when it is called."""
     hooks = make_hooks(create_model=counting_model)
     rarely = values(train(hooks, run_name="never", steps=9))
     hooks.create_eval_dataset = small.create_dataset
@@ -101,10 +101,10 @@ def test_random_operations_that_no_checkpoint_holds_are_pointed_out(
     train(make_hooks(create_dataset=create_dataset, input_pre=input_pre), steps=1)
     output = capsys.readouterr().out
     assert "draws random numbers with RandomStandardNormal" in output
-    assert "it runs RandomGamma, which has a state of its own" in output
+    assert "it uses RandomGamma, which has its own state" in output
 
 
-# ---- What preprocessing layers learn from data ---------------------------------------------------
+# ---- Preprocessing layers that learn from data ---------------------------------------------------
 
 WORDS = np.array(["red", "green", "blue", "green", "red", "green", "grey", "red"])
 NUMBERS = np.arange(8, dtype="float32")[:, None]
@@ -112,7 +112,7 @@ TARGET = (NUMBERS > 3).astype("float32")
 
 
 def program(words: Any, numbers: Any) -> SimpleNamespace:
-    """A small recommender: words by their number in a vocabulary of the data that there are."""
+    """Returns hooks whose model has layers that are adapted to the given words and numbers."""
 
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
         data = tf.data.Dataset.from_tensor_slices((({"word": WORDS, "number": NUMBERS}), TARGET))
@@ -154,11 +154,13 @@ def test_more_data_since_change_no_number_of_a_checkpoint(
     capsys.readouterr()
     assert use.evaluate(later, state.config) == state.metrics
     printed = capsys.readouterr().out
-    assert "had 5 entries in the checkpoint, 7 as create_model made it" in printed, printed
+    assert "had 5 entries in the checkpoint, but 7 when create_model returned it" in printed, (
+        printed
+    )
     resumed = train(later, steps=14, batch_size=8)
     assert_weights(resumed, whole, rtol=0)
     use.evaluate(program(WORDS, NUMBERS), state.config)
-    assert "as create_model made it" not in capsys.readouterr().out.splitlines()[-2]
+    assert "when create_model returned it" not in capsys.readouterr().out.splitlines()[-2]
 
 
 LISTED = """
@@ -180,16 +182,16 @@ def test_a_vocabulary_that_data_are_read_with_must_be_the_same(cli: Cli) -> None
     for steps in ("2", "4"):
         assert cli(source.replace("WORDS", "['a', 'b']"), "--steps", steps).code == 0
     outcome = cli(source.replace("WORDS", "['b', 'a', 'c']"), "--steps", "6")
-    refused(outcome, "the data are read, has learnt something else", "(3 entries then, 4 now)")
+    refused(outcome, "the input pipeline uses, has learned other values", "(3 entries then, 4 now)")
 
 
-# ---- Runs that begin from another: as it goes on (fork), or with weights of something (init_from)
+# ---- Runs that start from another run: fork and init_from ----------------------------------------
 
 SHORT = {"batch_size": 10, "learning_rate": 0.05, "ckpt_every": 2}
 
 
 def build_model(classes: int = 1) -> keras.Model:
-    """With random numbers and a statistic."""
+    """Returns a model with batch normalization and dropout."""
     return keras.Sequential(
         [
             keras.Input((FEATURES,)),
@@ -217,18 +219,18 @@ def test_a_fork_has_other_settings_and_the_best_of_the_other(
     for folder in (at_once, at_once / "best"):
         assert [path.name for path in folder.glob("engine/*.json")] == ["ckpt-6.json"]
     printed = "".join(capfd.readouterr())
-    assert "goes on from" in printed and "learning_rate is 0.5 from here on" in printed
+    assert "continues from" in printed and "learning_rate is 0.5 from now on" in printed
 
 
 REFUSED: dict[str, dict[str, Any]] = {
     r"^fork: 'nobody' is neither a run in .*runs nor": {"fork": "nobody"},
-    r"^fork: no checkpoint .*a@3 is there, only \[4, 2\]\.$": {"fork": "a@3"},
-    r"^init_from: '/no/m' is neither a run in .*runs nor a path that is": {"init_from": "/no/m"},
+    r"^fork: there is no checkpoint .*a@3, only \[4, 2\]\.$": {"fork": "a@3"},
+    r"^init_from: '/no/m' is neither a run in .*runs nor an existing path": {"init_from": "/no/m"},
 }
 
 
 def test_init_from_refuses_what_is_no_run(train: Train, tmp_path: Path) -> None:
-    """Nothing of a new run is there then, and a run that is there is as it was."""
+    """After an error, a new run has no folder, and an existing run is unchanged."""
     train(hooks_of(), run_name="a", steps=4, **SHORT)
     for message, settings in REFUSED.items():
         with pytest.raises(ctl_core.SetupError, match=message):
@@ -236,7 +238,7 @@ def test_init_from_refuses_what_is_no_run(train: Train, tmp_path: Path) -> None:
         assert not (tmp_path / "runs/b").exists(), settings
     train(hooks_of(), run_name="b", steps=2, **SHORT)
     with pytest.raises(
-        ctl_core.SetupError, match="has checkpoints, and did not begin from a; choose"
+        ctl_core.SetupError, match="already has checkpoints and was not forked from a; choose"
     ):
         train(hooks_of(), run_name="b", steps=8, **SHORT, fork="a")
     assert (tmp_path / "runs/b/ckpt/engine/ckpt-2.json").exists()
@@ -244,7 +246,7 @@ def test_init_from_refuses_what_is_no_run(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_init_from_loads_all_weights_on_all_replicas(train: Train, tmp_path: Path) -> None:
-    """All of them, on both replicas; what has another shape is refused."""
+    """All weights are loaded on both replicas, and weights of another shape are an error."""
     state = train(hooks_of(), run_name="a", steps=4, **SHORT)
     trained, path = state.train_model, str(use.export(hooks_of(), state.config))
     trained.save_weights(tmp_path / "m.weights.h5")
@@ -271,11 +273,11 @@ def test_averaged_weights_begin_with_those_of_init_from(
     state.average.swap()
     kernel = state.train_model.get_layer("hidden").kernel
     np.testing.assert_array_equal(kernel, trained.train_model.get_layer("hidden").kernel)
-    assert "b: at step 0 of 0, nothing left to train" in capfd.readouterr().out
+    assert "b: already at step 0 of 0, so there is nothing left to train" in capfd.readouterr().out
 
 
 class Plain:
-    """A model that is none of Keras', nor anything that TensorFlow knows."""
+    """A model that is neither a Keras model nor a TensorFlow module."""
 
     def __init__(self) -> None:
         self.parts = [tf.Variable(tf.ones([FEATURES, 1])), tf.Variable(tf.zeros([1]))]
@@ -291,5 +293,5 @@ def test_a_model_of_ones_own_takes_the_weights_of_a_run(train: Train, tmp_path: 
     for ours, theirs in zip(state.train_model.parts, trained.train_model.parts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     build_model().save(tmp_path / "m.keras")
-    with pytest.raises(ctl_core.SetupError, match="is for a Keras model, and create_model"):
+    with pytest.raises(ctl_core.SetupError, match="contains a Keras model, but create_model"):
         train(hooks, run_name="c", steps=0, init_from=str(tmp_path / "m.keras"), **SHORT)

@@ -1,4 +1,4 @@
-"""What a step does after its update, in turns and by its number, with layers that are frozen."""
+"""Tests of training steps: ``update_post``, objectives in turns, and frozen layers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ STEPS, BATCH, RATE = 12, 16, 0.1
 
 
 def follow(train_model: Any, step: Any) -> None:
-    """A soft update at each step; and a hard one at each fifth."""
+    """Updates the target network softly at each step, and copies the weights at each fifth step."""
     decay = tf.where(step % 5 == 0, 0.0, 0.9)
     for target, online in zip(
         train_model.target.variables, train_model.online.variables, strict=True
@@ -37,7 +37,7 @@ def follow(train_model: Any, step: Any) -> None:
 
 
 def loop() -> Followed:
-    """The same as a plain loop."""
+    """Returns the model that a plain loop trains."""
     model = Followed()
     for step, batch in enumerate(small.create_dataset(BATCH).repeat().take(STEPS), 1):
         small.plain(1, lambda _: RATE, model, tf.data.Dataset.from_tensors(batch))
@@ -63,7 +63,7 @@ def test_a_target_network_follows_as_in_a_plain_loop(train: Train, settings: Any
 
 @pytest.mark.parametrize("settings", [{}, {"jit_compile": True, "virtual_devices": 2}])
 def test_an_update_that_is_skipped_has_nothing_after_it(train: Train, settings: Any) -> None:
-    """With a loss scale, an update that is not finite is skipped."""
+    """With a loss scale, an update that is not finite is skipped, together with ``update_post``."""
 
     def count(train_model: Any, step: Any) -> None:
         train_model.count.assign_add(1.0)
@@ -82,7 +82,7 @@ def test_an_update_that_is_skipped_has_nothing_after_it(train: Train, settings: 
 
 
 def test_hooks_are_told_whether_they_train(train: Train) -> None:
-    """Other inputs in training only; the loss of the evaluation is that of the clean inputs."""
+    """Hooks can change inputs, targets and losses in training without affecting evaluations."""
 
     def input_pre(batch: Any, training: bool) -> Any:
         return batch[0] * 2.0 if training else batch[0]
@@ -106,7 +106,7 @@ def test_hooks_are_told_whether_they_train(train: Train) -> None:
     assert state.metrics["loss"] == pytest.approx(small.errors(model)["loss"], rel=1e-5)
 
 
-# ---- Objectives in turns: several updates a step on one batch ------------------------------------
+# ---- Objectives in turns: several updates per step on one batch ----------------------------------
 
 TURNS = ["critic", "generator"]
 
@@ -116,7 +116,7 @@ def of_objective(loss: Any, train_model: Any, objective: str) -> Any:
 
 
 def gan_hooks(**more: Any) -> SimpleNamespace:
-    """The golden program of a GAN, with one turn of the critic and no penalty."""
+    """Returns the hooks of the golden GAN program, with one critic turn and without penalty."""
     gan = {
         "turns": TURNS,
         "create_opt": lambda lr: {name: keras.optimizers.SGD(lr, momentum=0.5) for name in TURNS},
@@ -127,7 +127,7 @@ def gan_hooks(**more: Any) -> SimpleNamespace:
 
 
 def play(steps: int, clip: float = 9.0) -> tuple[list[list[np.ndarray]], list[list[float]]]:
-    """A plain loop with the critic's weights clipped: all weights, and losses, of each step."""
+    """Trains a plain loop that clips the critic's weights; returns weights and losses per step."""
     model, optimizers = wgan_gp.create_model(), gan_hooks().create_opt(RATE)
     weights, seen = [model.get_weights()], []
     for batch in wgan_gp.create_dataset(8).repeat().take(steps):
@@ -147,7 +147,10 @@ def play(steps: int, clip: float = 9.0) -> tuple[list[list[np.ndarray]], list[li
 
 
 def test_update_post_follows_each_turn_and_the_average_each_step(train: Train) -> None:
-    """WGAN clips its critic's weights after each of its updates; a metric counts in its turns."""
+    """``update_post`` runs after each turn, so that WGAN can clip the critic's weights.
+
+    The metric of an objective is updated in the turns of this objective only.
+    """
     clip, losses = 0.3, []
 
     def update_post(train_model: Any, objective: str, turn: int) -> None:
@@ -200,7 +203,7 @@ def test_a_frozen_layer_keeps_its_statistics_from_the_next_step_on(train: Train)
 
 
 def test_an_objective_whose_variables_are_all_frozen_waits(train: Train) -> None:
-    """Also where the run goes on."""
+    """An objective without trainable variables is not updated, even after the run is resumed."""
 
     def freeze(train_model: Any) -> None:
         train_model.generator.trainable = False
@@ -211,7 +214,7 @@ def test_an_objective_whose_variables_are_all_frozen_waits(train: Train) -> None
     assert [int(state.optimizer[name].iterations) for name in TURNS] == [6, 3]
 
 
-# ---- Lower precision, and many steps in one XLA executable ---------------------------------------
+# ---- Lower precision -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -230,7 +233,7 @@ def test_a_run_is_used_in_its_own_precision(cli: Cli) -> None:
     np.testing.assert_array_equal(served, output)
 
 
-# ---- With --jit-compile, many steps in one executable: the same weights, wherever it is cut ------
+# ---- Many steps in one XLA executable ------------------------------------------------------------
 
 FEW = 8
 
@@ -240,10 +243,11 @@ FEW = 8
 def test_splitting_a_run_into_calls_changes_no_bit(
     train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], unit: int
 ) -> None:
-    """With Dropout, batch normalisation and Nadam; a layer is frozen on the way.
+    """A run that is resumed several times has the bits of an uninterrupted run.
 
-    Ten steps are read at once: at a resume they are used in part, as a whole, and not begun. Or
-    batches are too large to be read many at once: then each step is by itself.
+    The model has dropout and batch normalization, and a layer is frozen after step 6. If ``unit``
+    is 10, ten batches are read at once, and the run stops within such a unit and at its end. If
+    ``unit`` is 0, the batches are too large for this, so each step reads its own batch.
     """
     hooks = {"create_model": dropout_model, "at_step": {6: set_hidden(False)}}
     settings = {"batch_size": FEW, "jit_compile": True, "deterministic": True}

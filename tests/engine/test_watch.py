@@ -1,4 +1,4 @@
-"""A training that hangs says where, and obeys signals although a graph call blocks."""
+"""Tests that a hanging run reports the location in the code, and can be ended by signals."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.helpers import lean
 from tests.helpers.cases import make_hooks
 from tests.helpers.project import Train
 
-NOTICE = "no step, batch of an evaluation or checkpoint has ended; this process is "
+NOTICE = " s (no step, evaluation batch or checkpoint); this process is "
 
 
 def read_notices(folder: Path) -> list[str]:
@@ -33,11 +33,11 @@ def pause() -> bool:
 def test_a_hook_that_takes_long_is_named_once(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The next time it may take twice as long."""
+    """A slow hook is reported once. A later call is reported only if it takes twice as long."""
     hooks = make_hooks(every_steps={1: lambda step: step > 3 and pause()})
     train(hooks, steps=5, stall_seconds=1)
     (notice,) = read_notices(tmp_path)
-    assert f"step 4: for 1 s, {NOTICE}in every_steps[1] (test_watch.py:" in notice
+    assert f"step 4: nothing has ended for 1{NOTICE}in every_steps[1] (test_watch.py:" in notice
     assert capsys.readouterr().out.count(NOTICE) == 1
 
 
@@ -66,7 +66,7 @@ def test_tracing_is_not_reported_nor_anything_without_a_limit(
     train: Train, tmp_path: Path, stall_seconds: int
 ) -> None:
     def input_pre(batch: Any) -> Any:
-        pause()  # while the step is traced
+        pause()  # The hook is called while the step is traced.
         return batch[0]
 
     hooks = make_hooks(input_pre=input_pre, every_steps={1: lambda: stall_seconds or pause()})
@@ -139,21 +139,24 @@ def wait_for(folder: Path, words: str) -> None:
 
 @pytest.mark.slow
 def test_signals_end_a_process_whose_graph_call_blocks(tmp_path: Path) -> None:
-    """And the run goes on from its last checkpoint."""
+    """A signal ends a process with a blocked graph call, and the run resumes from a checkpoint."""
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         (tmp_path / "log").unlink(missing_ok=True)
         process = start(tmp_path, "data", "--stall-seconds=3")
         wait_for(tmp_path, "waits")
         time.sleep(0.5)
         process.send_signal(number)
-        wait_for(tmp_path, f"{number.name}: the run stops after what is running now")
+        wait_for(
+            tmp_path,
+            f"{number.name}: the run stops and is saved as soon as the current steps have ended",
+        )
         if number == signal.SIGINT:
             time.sleep(1.5)
             process.send_signal(number)
         assert process.wait(60) == code
         assert not (tmp_path / "runs/run/pid").exists()
     log = (tmp_path / "log").read_text()
-    assert "if that does not end within 3 s, it ends unsaved." in log
+    assert "If that takes longer than 3 s, the run ends without saving." in log
     assert "error: SIGTERM: nothing ended within 3 s; this process was in a graph call" in log
     assert start(tmp_path, "").wait(120) == 0
     assert "resuming at step 8" in (tmp_path / "log").read_text()
@@ -164,9 +167,12 @@ def test_a_cluster_says_which_process_is_stuck_and_where(tmp_path: Path) -> None
     process = start(tmp_path, "hook", "--stall-seconds=5", "--workers=2")
     wait_for(tmp_path, NOTICE)
     log = (tmp_path / "log").read_text()
-    assert f"step 5: for 5 s, {NOTICE}waiting for the other processes; process 1 at 127" in log
+    assert (
+        f"step 5: nothing has ended for 5{NOTICE}waiting for the other processes; process 1 at 127"
+        in log
+    )
     assert "is in every_steps[1] (callbacks.py:" in log
     process.terminate()
     assert process.wait(60) == 143
     log = (tmp_path / "log").read_text()
-    assert "if that does not end within 5 s, it ends unsaved." in log
+    assert "If that takes longer than 5 s, the run ends without saving." in log

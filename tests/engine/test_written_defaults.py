@@ -1,7 +1,7 @@
-"""A default gives the same run left out, written out in callbacks.py, and refactored there.
+"""Tests that a default, a copy of it in callbacks.py, and a refactored copy give the same run.
 
-Of each run are compared: all weights, bit for bit, the number of traces, and what the console says.
-The program clips, regularizes, has sample weights, and NaN in one of its gradients.
+The tests compare all weights bit for bit, the number of traces, and the console output. The program
+clips gradients, regularizes, uses sample weights, and has NaN in one of its gradients.
 """
 
 import re
@@ -146,7 +146,7 @@ WRITTEN = {
 
 
 class Outcome(NamedTuple):
-    """The results of a run that have to be the same."""
+    """The results of a run that the tests compare."""
 
     weights: list[np.ndarray]
     traces: int
@@ -154,7 +154,7 @@ class Outcome(NamedTuple):
 
 
 def run(folder: Path, capsys: Any, devices: int, hooks: dict[str, str]) -> Outcome:
-    """Trains the program with these hooks in its callbacks.py, by name."""
+    """Trains the program with additional hooks, given as source code that is keyed by name."""
     folder.mkdir(exist_ok=True)
     file = folder / "callbacks.py"
     definitions = {**METRICS, **hooks}
@@ -176,7 +176,7 @@ def run(folder: Path, capsys: Any, devices: int, hooks: dict[str, str]) -> Outco
 
 
 def mask_times(text: str, folder: Path) -> list[str]:
-    """Returns the lines of a console with its speeds, times and folder replaced."""
+    """Splits console output into lines, and replaces speeds, times and the folder."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.replace("\r", "\n"))
     text = text.replace(str(folder), "FOLDER")
     number = r"[\d.,]+(e[+-]?\d+)?"
@@ -193,7 +193,7 @@ def assert_same(outcome: Outcome, expected: Outcome) -> None:
 
 
 def without_metrics(names: Iterable[str]) -> dict[str, str]:
-    """Returns definitions that leave out the program's metrics whose hooks are compared."""
+    """Returns empty definitions for the program's metric hooks that are compared."""
     return {name: "" for name in names if name in METRICS}
 
 
@@ -201,10 +201,10 @@ def without_metrics(names: Iterable[str]) -> dict[str, str]:
 def test_defaults_give_the_same_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: int
 ) -> None:
-    """All hooks at once, in a program that has metrics."""
+    """The run is the same if all defaults are copied or refactored, in a program with metrics."""
     expected = run(tmp_path / "left_out", capsys, devices, {})
     text = "\n".join(expected.lines)
-    assert "update_pre was passed NaN in gradients in" in text and "error" in text
+    assert "update_pre received NaN in gradients in" in text and "error" in text
     for variant in (WRITTEN, REFACTORED):
         hooks = {name: source for name, source in variant.items() if name not in METRICS}
         folder = tmp_path / ("written" if variant is WRITTEN else "refactored")
@@ -213,7 +213,7 @@ def test_defaults_give_the_same_run(
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Outcome]:
-    """The outcomes of programs that leave the default out, by what else these leave out."""
+    """Returns a cache of outcomes without the default, keyed by the omitted metric hooks."""
     return {}
 
 
@@ -224,7 +224,7 @@ def test_a_default_gives_the_same_run(
     capsys: pytest.CaptureFixture[str],
     undisturbed: dict[str, Outcome],
 ) -> None:
-    """Each by itself, on two devices."""
+    """The run is the same on two devices if a single default is copied or refactored."""
     left_out = without_metrics([name])
     key = ", ".join(left_out)
     if key not in undisturbed:
@@ -235,7 +235,7 @@ def test_a_default_gives_the_same_run(
 
 
 def test_every_default_is_compared() -> None:
-    """Except the hooks of the data, which have tests of their own, and plain values."""
+    """All defaults are compared except plain values and data hooks, which have other tests."""
     with_default = {name for name in SPECS if read_default_source(name)} | {"train_metric_pre"}
     elsewhere = {"make_batches", "count_examples", "turns", "at_step", "every_steps"}
     assert set(REFACTORED) == with_default - elsewhere
@@ -243,7 +243,7 @@ def test_every_default_is_compared() -> None:
 
 @pytest.mark.parametrize("name", ["input_pre", "loss_pre", "grad_pre", "update_pre", "metric_pre"])
 def test_defaults_trace_to_the_same_ops(name: str, tmp_path: Path) -> None:
-    """AutoGraph converts a default only where it is written out, which adds no op."""
+    """AutoGraph converts copies of a default but not the default, which must not add ops."""
     file = tmp_path / "callbacks.py"
     ops: list[list[str]] = []
     for source in ("", WRITTEN[name], REFACTORED[name]):

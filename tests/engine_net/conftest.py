@@ -2,7 +2,7 @@
 
 import os
 
-# Before TensorFlow is imported: the tests may run while a training uses the GPU.
+# Hides GPUs before TensorFlow is imported, because a training may use them during the tests.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 from pathlib import Path
@@ -25,7 +25,7 @@ if tf.config.get_logical_device_configuration(_cpu) is None:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
-    """Returns a function that trains hooks by the engine, in a folder of the test."""
+    """Returns a function that trains hooks with the engine in the folder of the test."""
 
     def train_hooks(hooks: Any, **settings: Any) -> ctl_core.State:
         settings = {"run_name": "run", "eval_every": 0, "ckpt_every": 0, "seed": 7, **settings}

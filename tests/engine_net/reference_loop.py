@@ -1,7 +1,7 @@
-"""A small program: its hooks, and the same training as a plain loop on one device.
+"""The hooks of a small program, and a plain loop that trains the same program on one device.
 
-The loop does not use the engine, and nothing in it is compiled or distributed: what it trains is
-right because one can read it.
+The loop does not use the engine, and nothing in it is compiled or distributed. It is simple enough
+to be verified by reading.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,11 +16,11 @@ EXAMPLES = 100
 FEATURES = 5
 BATCH_SIZE = 16
 LEARNING_RATE = 0.05
-# Small enough that every gradient of this program is clipped.
+# This norm is so small that every gradient of the program is clipped.
 CLIP_NORM = 0.1
 REGULARIZATION = 0.01
 
-# The fixture ``train``: takes hooks and settings, and returns the trained state.
+# The type of the fixture ``train``, which takes hooks and settings and returns the trained state.
 Train: TypeAlias = Callable[..., Any]
 
 
@@ -33,14 +33,14 @@ def create_arrays() -> tuple[np.ndarray, np.ndarray]:
 
 
 def create_dataset(global_batch_size: int) -> tf.data.Dataset:
-    """Reads the examples in their order. 16 does not divide 100, and the rest is dropped."""
+    """Reads the examples in order, in complete batches. The remainder of a pass is dropped."""
     return tf.data.Dataset.from_tensor_slices(create_arrays()).batch(
         global_batch_size, drop_remainder=True
     )
 
 
 def create_eval_dataset(global_batch_size: int) -> tf.data.Dataset:
-    """Reads the last 37 examples, which no batch size of these tests divides."""
+    """Reads the last 37 examples. The batch sizes of these tests do not divide 37."""
     inputs, targets = create_arrays()
     return tf.data.Dataset.from_tensor_slices((inputs[-37:], targets[-37:])).batch(
         global_batch_size
@@ -48,7 +48,7 @@ def create_eval_dataset(global_batch_size: int) -> tf.data.Dataset:
 
 
 def create_model() -> keras.Model:
-    """Builds a model whose initial weights depend on shapes alone."""
+    """Builds a model whose initial weights depend only on the shapes of the weights."""
     model = keras.Sequential(
         [
             keras.Input((FEATURES,)),
@@ -62,12 +62,12 @@ def create_model() -> keras.Model:
 
 
 def create_loss() -> Any:
-    """Returns the squared error of each example."""
+    """Returns a function that computes the squared error of each example."""
     return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2, axis=1)
 
 
 def create_opt(lr: Any) -> keras.optimizers.Optimizer:
-    """Plain SGD: with it a gradient of the wrong scale shows, which Adam would hide."""
+    """Returns plain SGD, because Adam would hide gradients of the wrong scale."""
     return keras.optimizers.SGD(lr)
 
 
@@ -77,12 +77,12 @@ def update_pre(gradients: list[tf.Tensor]) -> Any:
 
 
 def create_metrics() -> dict[str, keras.Metric]:
-    """Measures the mean absolute error."""
+    """Returns the mean absolute error as a metric."""
     return {"error": keras.metrics.MeanAbsoluteError()}
 
 
 def create_hooks(**changed: Any) -> SimpleNamespace:
-    """Returns the hooks of the program; named ones replace those above."""
+    """Returns the hooks of the program. Hooks that are passed by name replace the defaults."""
     functions = [
         create_dataset, create_eval_dataset, create_model, create_loss, create_opt, update_pre,
         create_metrics,
@@ -92,7 +92,7 @@ def create_hooks(**changed: Any) -> SimpleNamespace:
 
 
 def train_plainly(steps: int, model: keras.Model | None = None) -> keras.Model:
-    """Trains the program by a plain loop on one device."""
+    """Trains the program in a plain loop on one device and returns the model."""
     model = model or create_model()
     loss_of_examples = create_loss()
     optimizer = create_opt(LEARNING_RATE)
@@ -109,7 +109,7 @@ def train_plainly(steps: int, model: keras.Model | None = None) -> keras.Model:
 
 
 def assert_close(weights: Iterable[Any], expected: Iterable[Any]) -> None:
-    """Compares variables up to the order of floating-point sums."""
+    """Asserts that variables are equal up to the rounding errors of sums."""
     for weight, other in zip(weights, expected, strict=True):
         np.testing.assert_allclose(
             weight.numpy(), other.numpy(), rtol=1e-5, atol=1e-6, err_msg=other.path
@@ -117,6 +117,6 @@ def assert_close(weights: Iterable[Any], expected: Iterable[Any]) -> None:
 
 
 def assert_equal(weights: Iterable[Any], expected: Iterable[Any]) -> None:
-    """Compares variables bit for bit."""
+    """Asserts that variables are equal bit for bit."""
     for weight, other in zip(weights, expected, strict=True):
         np.testing.assert_array_equal(weight.numpy(), other.numpy(), err_msg=other.path)

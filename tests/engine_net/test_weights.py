@@ -1,4 +1,4 @@
-"""The engine trains the weights of a plain loop, whatever the devices and micro-batches are."""
+"""Tests that the engine trains the weights of a plain loop, on any number of devices."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from .reference_loop import (
     train_plainly,
 )
 
-STEPS = 14  # more than two passes over the data
+STEPS = 14  # The number of steps exceeds two passes over the data.
 SETTINGS: dict[str, Any] = {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE}
 
 
@@ -32,13 +32,13 @@ SETTINGS: dict[str, Any] = {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_
     ids=["one device", "three devices", "micro-batches", "compiled"],
 )
 def test_weights_are_those_of_a_plain_loop(train: Train, settings: dict[str, Any]) -> None:
-    """Three devices and three micro-batches have 6, 5 and 5 of the 16 examples of a batch."""
+    """Weights are equal even if three devices or micro-batches share 16 examples unevenly."""
     state = train(create_hooks(), steps=STEPS, **SETTINGS, **settings)
     assert_close(state.train_model.weights, train_plainly(STEPS).weights)
 
 
 def test_smaller_last_batches_count_by_their_examples(train: Train) -> None:
-    """With last_batch keep, the seventh batch of a pass has 4 examples, fewer than 3 x 2."""
+    """On three devices, a last batch of 4 examples gives the same update as on one device."""
 
     def create_dataset(global_batch_size: int) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(create_arrays()).batch(global_batch_size)
@@ -65,9 +65,9 @@ def create_model_with_noise() -> keras.Model:
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_resumed_run_has_the_bits_of_an_undisturbed_one(train: Train, devices: int) -> None:
-    """Stopped after 5 steps, in the middle of a pass, and resumed by new objects."""
+    """A run that stops after 5 steps, in the middle of a pass, resumes without any difference."""
     settings = {**SETTINGS, "virtual_devices": devices, "deterministic": True, "ckpt_every": 5}
-    settings["eval_every"] = 5  # an evaluation must not change training
+    settings["eval_every"] = 5  # Evaluations must not change training.
     hooks = create_hooks(create_model=create_model_with_noise)
     whole = train(hooks, steps=STEPS, run_name="whole", **settings)
     train(hooks, steps=5, run_name="stopped", **settings)
@@ -77,7 +77,7 @@ def test_resumed_run_has_the_bits_of_an_undisturbed_one(train: Train, devices: i
 
 
 def test_damaged_checkpoint_falls_back_to_the_one_before(train: Train, tmp_path: Path) -> None:
-    """As after a power cut: the newest file is cut short, and training resumes from step 5."""
+    """If the newest file is truncated, as by a power cut, training resumes from step 5."""
     settings = {**SETTINGS, "ckpt_every": 5}
     train(create_hooks(), steps=10, **settings)
     (data,) = (tmp_path / "run" / "ckpt").glob("ckpt-10.data-*")
@@ -89,7 +89,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(train: Train, tmp_path:
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_evaluation_counts_each_example_once(train: Train, devices: int) -> None:
-    """37 examples in batches of 16: the last one has 5, and a device of three has 1 of them."""
+    """Metrics are exact even if the last of three batches has only 5 examples for three devices."""
     state = train(
         create_hooks(), steps=STEPS, eval_every=STEPS, virtual_devices=devices, **SETTINGS
     )
@@ -111,7 +111,7 @@ def test_loaded_model_gives_the_output_of_the_trained_one(train: Train, tmp_path
 
 
 def test_mistake_is_one_line_that_names_hook_and_file(train: Train) -> None:
-    """A loss that is a mean would make gradients 16 times too small."""
+    """The error reports a loss that is a mean, which would make gradients 16 times too small."""
 
     def create_mean() -> Any:
         return keras.losses.MeanSquaredError()

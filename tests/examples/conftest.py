@@ -1,4 +1,4 @@
-"""The fixtures that the examples' tests share."""
+"""Fixtures that the tests of the examples share."""
 
 from tests.helpers.project import cli, train
 

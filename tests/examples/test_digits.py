@@ -1,4 +1,4 @@
-"""The examples that train on the digits: their lives, and what they draw and measure."""
+"""Tests of the examples that use the digits: training, resuming, serving, images and metrics."""
 
 import json
 import runpy
@@ -16,7 +16,7 @@ from tests.helpers.project import Cli
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.uniform(size=(5, 8, 8, 1)).astype("float32")
-# What clients send, and settings.
+# For each example: the input that clients send to the served model, and the flags of its runs.
 EXAMPLES: dict[str, tuple[Any, str]] = {
     "digits": (IMAGES, "--hparams.width 4 --batch-size 16 --limit-eval 2"),
     "contrastive": (IMAGES, "--hparams.width 4 --batch-size 8 --eval-batch-size 64"),
@@ -31,7 +31,7 @@ EXAMPLES: dict[str, tuple[Any, str]] = {
     ),
 }
 # The pictures of a resumed run are the same bytes.
-PICTURES = {"contrastive": "neighbours", "gan": "samples", "diffusion": "samples"}
+PICTURES = {"contrastive": "neighbors", "gan": "samples", "diffusion": "samples"}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,11 @@ def test_example_is_trained_killed_resumed_and_served(cli: Cli, tmp_path: Path, 
 def test_default_project_has_the_same_bits_on_any_number_of_devices(
     cli: Cli, tmp_path: Path
 ) -> None:
-    """Max-pooling makes of one rounding another gradient, so this would show the smallest one."""
+    """Training has the same weights, bit for bit, on any number of devices.
+
+    Max-pooling turns a difference in rounding into a different gradient, so that even the smallest
+    difference would show.
+    """
     flags = ("--batch-size", "32", "--limit-eval", "2", "--logical-replicas", "6")
     example = Example("digits", cli, tmp_path, *flags)
     for devices in ("1", "2", "3", "5"):
@@ -76,13 +80,16 @@ def test_default_project_has_the_same_bits_on_any_number_of_devices(
 
 
 def read_evaluations(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's evaluations."""
+    """Returns the evaluation lines of a run's ``metrics.jsonl``."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     return [line for line in lines if line["split"] == "eval"]
 
 
 def assert_frechet(run: Path) -> None:
-    """The metric is what NumPy makes of the held-out digits and the images that are predicted."""
+    """Asserts that ``frechet`` is the Fréchet distance of held-out digits and predicted images.
+
+    The expected distance is computed in NumPy.
+    """
     with np.load(run.parents[1] / "data" / "digits.npz") as file:
         real = file["images"][file["test"]] / 16.0
     with np.load(run / "predictions.npz") as file:
@@ -99,7 +106,10 @@ def assert_frechet(run: Path) -> None:
 
 
 def assert_draws_by_the_average(run: Path, noise: np.ndarray) -> None:
-    """A drawing is DDIM's, in NumPy, of the network that follows the trained one."""
+    """Asserts that the served model draws by DDIM, with the averaged weights.
+
+    The expected images are computed in NumPy.
+    """
     served = ctl_core.load(run)
     drawn = np.asarray(served({"noise": noise}))
     network = served.model.__self__.network
@@ -112,7 +122,7 @@ def assert_draws_by_the_average(run: Path, noise: np.ndarray) -> None:
         clean = np.clip((image - much * noises) / of_image, -1.0, 1.0)
         image = of_clean * clean + less * noises
     np.testing.assert_allclose(drawn, clean, atol=1e-4)
-    # The first kernel, as the optimizer has it trained, and as it is followed.
+    # The first kernel: trained is the value in the optimizer, followed is its moving average.
     reader = tf.train.load_checkpoint(str(run / "ckpt" / "ckpt-6"))
     trained = reader.get_tensor("optimizer/_trainable_variables/0/.ATTRIBUTES/VARIABLE_VALUE")
     (followed,) = (w.numpy() for w in network.weights if w.shape == (3, 3, 1, 4))
@@ -121,7 +131,7 @@ def assert_draws_by_the_average(run: Path, noise: np.ndarray) -> None:
 
 
 def rates(time: float) -> tuple[float, float]:
-    """How much noise and how much image there is, as the paper's cosine schedule has it."""
+    """Returns the rates of noise and of image in the paper's cosine schedule."""
     start, end = np.arccos(0.95), np.arccos(0.02)
     return np.sin(start + time * (end - start)), np.cos(start + time * (end - start))
 
@@ -134,7 +144,7 @@ def test_the_loss_is_that_of_all_pairs_of_views(cli: Cli, tmp_path: Path) -> Non
     views, labels = next(iter(data))
     assert views.shape == (256, 2, 8, 8, 1) and 0.0 <= np.min(views) < np.max(views) <= 1.4
     assert np.abs(views[:, 0] - views[:, 1]).mean() > 0.05
-    assert 0 < np.sum(labels >= 0) < 60  # of a hundred in 1438
+    assert 0 < np.sum(labels >= 0) < 60  # 100 of 1438 examples are labeled
     batch = views[:8], labels[:8]
     output = hooks.create_model(hparams)(batch[0])
     losses = hooks.create_loss()(hooks.loss_pre(output, batch, True, hparams))

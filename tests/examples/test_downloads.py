@@ -1,4 +1,4 @@
-"""The examples that download their data, cifar10_vgg and fashion_mnist: hooks, weights, lives."""
+"""Tests of the examples that download their data, cifar10_vgg and fashion_mnist."""
 
 import gzip
 import io
@@ -20,7 +20,7 @@ SMALL = ("--batch-size", "8", "--hparams.width", "4", "--learning-rate", "0.02")
 
 
 def write_archive(file: Path) -> None:
-    """Writes 64 pictures, binary version: records of a label and 3 planes of 32 × 32."""
+    """Writes 64 images in the binary format of CIFAR-10: a label, then three planes of 32 × 32."""
     random = np.random.default_rng(0)
     with tarfile.open(file, "w:gz") as archive:
         for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
@@ -37,14 +37,17 @@ def write_archive(file: Path) -> None:
 
 @pytest.fixture
 def example(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
-    """The example with a small archive in place of the one that it downloads."""
+    """Returns the example with a small archive instead of the one that it downloads."""
     write_archive(tmp_path / "cifar.tar.gz")
     monkeypatch.setattr(keras.utils, "get_file", lambda **_: tmp_path / "cifar.tar.gz")
     return Example("cifar10_vgg", cli, tmp_path, *SMALL)
 
 
 def test_pictures_and_their_changes(example: Example) -> None:
-    """Pictures the right way up, changes that repeat, smoothing in training only, two groups."""
+    """The hooks read images the right way up, and their random changes are reproducible.
+
+    Labels are smoothed in training only. The optimizer decays only kernels.
+    """
     hooks = runpy.run_path(str(example.folder / "callbacks.py"))
     config = ctl_core.Config(steps=1, hparams={"width": 4, "decay": 0.0005, "smoothing": 0.1})
     pictures, labels = hooks["load_pictures"]("test")
@@ -76,7 +79,7 @@ def test_pictures_and_their_changes(example: Example) -> None:
     assert len(kernels) + len(others) == len(model.trainable_variables)
     pooling = next(layer for layer in model.layers if type(layer).__name__ == "MixedPooling")
     square = np.array([[1, 2], [3, 6]], "float32").reshape(1, 2, 2, 1)
-    pooling.mixture.assign(np.log(3.0))  # three quarters of the maximum
+    pooling.mixture.assign(np.log(3.0))  # a mixture of 3/4 maximum and 1/4 mean
     np.testing.assert_allclose(pooling(square), [[[[0.75 * 6 + 0.25 * 3]]]], rtol=1e-6)
     assert isinstance(decayed, keras.optimizers.SGD)
 
@@ -84,24 +87,26 @@ def test_pictures_and_their_changes(example: Example) -> None:
 @pytest.mark.slow
 def test_example_is_trained_killed_resumed_and_served(example: Example) -> None:
     pictures = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3)).astype("uint8")
-    # Rounding turns a ReLU now and then, which batch normalisation of 8 pictures makes much of.
+    # A rounding difference occasionally flips a ReLU, and batch normalization over 8 images
+    # amplifies this.
     assert_lives(example, pictures, atol=1e-3)
     numbers = example.numbers("whole")
     group = "optimizer/optimizers/1/_trainable_variables"
     mixtures = [value for name, value in numbers.items() if group in name and value.shape == ()]
-    assert len(mixtures) == 3 and all(mixtures)  # they began with 0
+    assert len(mixtures) == 3 and all(mixtures)  # the initial values are 0
 
 
-# ---- fashion_mnist, beside the loop of TensorFlow's tutorial -------------------------------------
+# ---- fashion_mnist, compared with the loop of TensorFlow's tutorial ------------------------------
 
-SMALL_CLOTHES = ("--batch-size", "16")  # of 40 images: two batches, and one of 8
+SMALL_CLOTHES = ("--batch-size", "16")  # 40 images make two whole batches and one of 8
 DEVICES, RATE = 2, 0.001
-STEPS = 3  # few: rounding turns one of half a million ReLUs now and then, which Adam makes much of
+# Few steps, because a rounding difference occasionally flips a ReLU, and Adam amplifies this.
+STEPS = 3
 
 
 @pytest.fixture
 def clothes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
-    """The example with small files in place of those that it downloads."""
+    """Returns the example with small files instead of the ones that it downloads."""
     random = np.random.default_rng(0)
     for split, number in (("train", 40), ("t10k", 24)):
         labels = random.integers(0, 10, number).astype(np.uint8)
@@ -114,13 +119,15 @@ def clothes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exampl
 
 
 def tutorials_loop(hooks: dict[str, Any]) -> list[Any]:
-    """The loop as the tutorial has it, but for its data's order, which is that of the hooks."""
-    # TensorFlow's own choice collides with strategies of another size in the same process.
+    """Trains with the tutorial's loop, in the hooks' order of the data, and returns the weights."""
+    # TensorFlow's default reduction over devices would conflict with strategies of other sizes in
+    # this process.
     on_one = tf.distribute.ReductionToOneDevice()
     devices = [f"CPU:{i}" for i in range(DEVICES)]
     strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=on_one)
     config = ctl_core.Config(steps=STEPS)
-    keras.utils.set_random_seed(config.seed)  # which a shuffle with a seed looks at, too
+    # A shuffle with a seed depends on the global seed, too.
+    keras.utils.set_random_seed(config.seed)
     dataset = hooks["create_dataset"](16, config).repeat()
     dataset = dataset.map(lambda images, labels: (tf.cast(images, tf.float32) / 255.0, labels))
     batches = iter(strategy.experimental_distribute_dataset(dataset))
@@ -154,7 +161,11 @@ def tutorials_loop(hooks: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.slow
 def test_weights_are_those_of_the_tutorials_loop(train: Train, clothes: Example) -> None:
-    """With more L2 than there, so that one that is counted twice shows."""
+    """Training with the hooks has the same weights as the tutorial's loop.
+
+    The L2 penalty is larger than in the example, so that a penalty that is counted twice would
+    show.
+    """
     hooks = runpy.run_path(str(clothes.folder / "callbacks.py"))
     create_model = hooks["create_model"]
 

@@ -1,4 +1,4 @@
-"""The example text: packed rows, one and two devices, killed and resumed, texts in and out."""
+"""Tests of the text example: packed rows, training, resuming and serving."""
 
 import runpy
 from pathlib import Path
@@ -24,7 +24,10 @@ def hooks() -> Any:
 
 
 def write_texts(folder: Path) -> list[bytes]:
-    """Writes twenty texts of 1 to 400 bytes, of which two are held out."""
+    """Writes twenty text files of 1 to 400 bytes, and returns their contents.
+
+    The example holds out two of them.
+    """
     random = np.random.default_rng(0)
     texts = [
         random.integers(97, 123, size).astype(np.uint8).tobytes() for size in range(1, 401, 21)
@@ -36,9 +39,9 @@ def write_texts(folder: Path) -> list[bytes]:
 
 
 def test_rows_hold_each_byte_once(hooks: Any, tmp_path: Path) -> None:
-    """Rows, unpacked by their pieces and places, are the texts again."""
+    """Unpacking the rows by ``piece`` and ``place`` gives the bytes of the texts again."""
     texts = write_texts(tmp_path)
-    rows = hooks.packed(texts)
+    rows = hooks.pack(texts)
     assert {values.shape for values in rows.values()} == {(len(rows["byte"]), 128)}
     pieces = []
     for byte, after, piece, place in zip(*rows.values(), strict=True):
@@ -50,18 +53,18 @@ def test_rows_hold_each_byte_once(hooks: Any, tmp_path: Path) -> None:
             pieces.append(bytes([*byte[in_piece].astype(np.uint8), after[in_piece][-1]]))
     cut = [text[at : at + 129] for text in texts for at in range(0, len(text), 128)]
     assert sorted(pieces) == sorted(piece for piece in cut if len(piece) > 1)
-    assert len(rows["byte"]) < len(pieces)  # several share a row
+    assert len(rows["byte"]) < len(pieces)  # some pieces share a row
 
 
 def test_pieces_of_a_row_do_not_see_each_other(hooks: Any) -> None:
-    """A piece gets the same numbers alone as beside others, and does not see what comes."""
+    """A piece has the same output alone as when it shares a row, and does not see later bytes."""
     model = hooks.create_model({"width": 8, "layers": 2, "heads": 2})
     texts = [b"the first one", b"another of them", b"and a third"]
-    together = hooks.packed(texts)
+    together = hooks.pack(texts)
     assert len(together["byte"]) == 1
     output = model({name: together[name] for name in ("byte", "piece", "place")})[0].numpy()
     for text in texts:
-        alone = hooks.packed([text])
+        alone = hooks.pack([text])
         expected = model({name: alone[name] for name in ("byte", "piece", "place")})[0].numpy()
         size = len(text) - 1
         (begin,) = (
@@ -77,7 +80,10 @@ def test_pieces_of_a_row_do_not_see_each_other(hooks: Any) -> None:
 
 
 def test_texts_as_rows(hooks: Any) -> None:
-    """What clients send becomes what training would make of it: a line break before, its end."""
+    """A served string becomes the row that training would make of it.
+
+    The row begins with a line break. If the string is too long, the row contains its last bytes.
+    """
     rows = {name: array.numpy() for name, array in hooks.serve(["abc", "", "x" * 300, "é"]).items()}
     for number, text in enumerate([b"\nabc", b"\n", b"x" * 128, "\né".encode()]):
         size = len(text)
@@ -87,12 +93,12 @@ def test_texts_as_rows(hooks: Any) -> None:
 
 
 def test_writing_goes_on_byte_by_byte(hooks: Any) -> None:
-    """What is written at once is what comes of asking again with what was written so far."""
+    """Writing several bytes at once gives the same bytes as writing them one at a time."""
     keras.utils.set_random_seed(1)
     model = hooks.create_model({"width": 8, "layers": 1, "heads": 2})
     hparams = {"temperature": 1e-6, "written": 6}  # the likeliest byte, whatever is drawn
     for start in ("ab", "y" * 125):  # of which the first bytes slide out
-        whole = hooks.write(model, hooks.serve([start]), hparams)[0].numpy()
+        whole = hooks.generate(model, hooks.serve([start]), hparams)[0].numpy()
         text = b"\n" + start.encode()
         for _ in range(6):
             last = text[-128:]

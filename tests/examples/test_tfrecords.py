@@ -1,4 +1,4 @@
-"""The example tfrecords: its files and splits, its pictures, its life; images and tables."""
+"""Tests of the tfrecords example: splits, logged images, resuming, and make_records.py."""
 
 import os
 import runpy
@@ -29,7 +29,7 @@ def example(cli: Cli, tmp_path: Path) -> Example:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Runs make_records.py in tmp_path, into the folder records."""
+    """Returns a function that runs make_records.py in tmp_path and returns the output folder."""
 
     def function(source: str, output: str = "records") -> Path:
         monkeypatch.chdir(tmp_path)
@@ -41,7 +41,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pat
 
 
 def read(folder: Path, split: str, features: dict[str, Any]) -> list[dict[str, Any]]:
-    """The examples of a split's four files, which differ by no more than one in size."""
+    """Reads the examples of a split's four files, whose sizes differ by at most one."""
     files = [tf.data.TFRecordDataset(str(folder / f"{split}-{n}.tfrecord")) for n in range(4)]
     files_of_examples = [[tf.io.parse_single_example(r, features) for r in file] for file in files]
     assert max(map(len, files_of_examples)) - min(map(len, files_of_examples)) <= 1
@@ -50,7 +50,7 @@ def read(folder: Path, split: str, features: dict[str, Any]) -> list[dict[str, A
 
 
 def write_photos(folder: Path, count: int) -> dict[bytes, int]:
-    """Writes images of three classes; returns the labels by what the files hold."""
+    """Writes images of three classes, and returns the label of each file's bytes."""
     labels = {}
     for number in range(count):
         content = tf.io.encode_png(np.full([4, 5, 3], number, np.uint8)).numpy()
@@ -62,7 +62,7 @@ def write_photos(folder: Path, count: int) -> dict[bytes, int]:
 
 
 def pictures(run: Path) -> dict[tuple[str, int], np.ndarray]:
-    """The pictures of a run's training by tag and step."""
+    """Returns the images that a run logged in training, by tag and step."""
     pixels = {}
     for file in (run / "tb" / "train").iterdir():
         for event in tf.compat.v1.train.summary_iterator(str(file)):
@@ -75,10 +75,10 @@ def pictures(run: Path) -> dict[tuple[str, int], np.ndarray]:
 
 @pytest.mark.slow
 def test_splits_and_pictures(example: Example) -> None:
-    """Each digit is in one split; what is shown is what was predicted."""
+    """Each digit is in exactly one split, and the logged images show the predictions."""
     outcome = example.train("a", "--learning-rate", "0.01", "--steps", "30", "--eval-every", "15")
     records = Path("records/digits")
-    assert outcome.out.count("records/digits: ") == 1  # three hooks read them
+    assert outcome.out.count("records/digits: ") == 1  # three hooks read the records
     assert [path.name for path in Path("records").iterdir()] == ["digits"]
     examples = {split: read(records, split, IMAGE) for split in SPLITS}
     digits = np.load("data/digits.npz")
@@ -96,7 +96,7 @@ def test_splits_and_pictures(example: Example) -> None:
     shown = pictures(Path("runs/a"))
     assert shown["batch", 1].shape == (80, 320, 1)  # two rows of eight tiles of 10 × 10, enlarged
     assert {step for tag, step in shown if tag.startswith("confusion")} == {15, 30}
-    assert any(tag.startswith("mistaken") for tag, _ in shown)
+    assert any(tag.startswith("misclassified") for tag, _ in shown)
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_example_is_trained_killed_resumed_and_served(example: Example) -> None:
 
 
 def test_images_by_class(make: Callable[..., Path], tmp_path: Path) -> None:
-    """Each is in one split, and stays there when others are added; a damaged one is named."""
+    """Each image stays in its split when images are added, and a damaged image is reported."""
     labels = write_photos(tmp_path / "photos", 60)
     folder = make("photos")
     examples = {split: read(folder, split, IMAGE) for split in SPLITS}
@@ -122,16 +122,16 @@ def test_images_by_class(make: Callable[..., Path], tmp_path: Path) -> None:
     for split in SPLITS:
         contents = {each["image"] for each in read(more, split, IMAGE)}
         assert {each["image"] for each in examples[split]} == contents & labels.keys()
-    with pytest.raises(SystemExit, match=r"^records is there: delete it"):
+    with pytest.raises(SystemExit, match=r"^records exists: delete it"):
         make("photos")
     (tmp_path / "photos/dog/1.png").write_bytes(b"\x89PNG")
-    with pytest.raises(SystemExit, match=r"^photos/dog/1\.png is no image, or is damaged: "):
+    with pytest.raises(SystemExit, match=r"^photos/dog/1\.png is not an image, or is damaged: "):
         make("photos", "damaged")
     assert sorted(os.listdir()) == ["more", "photos", "records"]
 
 
 def test_records_of_a_table(make: Callable[..., Path], tmp_path: Path) -> None:
-    """Columns are whole numbers, numbers or text; rows that are the same share a split."""
+    """A column is read as integers, floats or strings; identical rows are in the same split."""
     numbers = range(-10, 70)
     rows = [f"{n},{n / 4},{n * 1000 if n else ''},name {n % 7}" for n in numbers]
     table = tmp_path / "table.csv"
@@ -139,7 +139,7 @@ def test_records_of_a_table(make: Callable[..., Path], tmp_path: Path) -> None:
     features = {
         "label": tf.io.FixedLenFeature([], tf.int64),
         "width": tf.io.FixedLenFeature([], tf.float32),
-        "price": tf.io.FixedLenFeature([], tf.string),  # since one is missing
+        "price": tf.io.FixedLenFeature([], tf.string),  # strings, as one price is missing
         "name": tf.io.FixedLenFeature([], tf.string),
     }
     folder = make("table.csv")

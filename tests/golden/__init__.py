@@ -1,7 +1,7 @@
-"""What must not change: programs and files as users have them, held from outside of the engine.
+"""Regression tests that use the engine as users do, with realistic programs and files.
 
-Nothing here imports anything of ``ctl_core`` but its public names (``tests/test_layout.py``), so
-that the engine's inner walls may move.
+They import only the public names of ``ctl_core`` (see ``tests/test_layout.py``), so that the engine
+can be restructured without changing them.
 """
 
 import os
@@ -9,5 +9,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Before anything here imports it.
+# Must be set before TensorFlow is imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

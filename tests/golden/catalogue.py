@@ -1,8 +1,8 @@
-"""Programs, and the loop of one device that each is compared with.
+"""The programs of the golden tests, each with a plain training loop on one device.
 
-Most programs are compared with what their hooks stand for (``reference.py``), on whole batches. The
-others have a loop of their own, as people write it. All weights are compared;
-plain SGD shows a wrong scale that an adaptive optimizer hides.
+Most programs are compared with ``reference.py``, which calls their hooks on whole batches. The
+others have their own loop. All weights are compared. Most programs use plain SGD, because an
+adaptive optimizer would hide a wrong scale.
 """
 
 import dataclasses
@@ -27,25 +27,27 @@ LAST_SAVED = 8
 SETTINGS: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH, "learning_rate": RATE}
 MODULES = [name for _, name, _ in pkgutil.iter_modules(programs.__path__) if name != "basics"]
 NAMES = [*programs.BASICS, *MODULES]
-NO_WEIGHT = "(?!)"  # matches nothing
-Trained = tuple[list[Any], Mapping[str, float]]  # variables, and the values of an evaluation
+NO_WEIGHT = "(?!)"  # this pattern matches no weight
+Trained = tuple[list[Any], Mapping[str, float]]  # the variables, and the values of an evaluation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """One program, and what is asked of it.
+    """A program, and how to compare it.
 
     Attributes:
-        hooks: makes the hooks anew
-        plain: a loop of its own, on one device, for ``STEPS`` steps of ``BATCH`` examples
-        weights: of a trained state, the variables to compare
-        settings: beside steps, batch size and learning rate
-        accumulates: whether micro-batches have to give the same
-        compiles: whether XLA can compile it
-        ignored: pattern of weights whose true gradient is zero: what they get is rounding
-        frozen: pattern of weights that training leaves where they are
-        tolerance: relative, of the comparison with the plain loop
-        absolute: how far numbers near zero may be from it
+        hooks: returns a new set of the program's hooks
+        plain: trains in the program's own loop, on one device, for ``STEPS`` steps of ``BATCH``
+            examples; None for the loop in ``reference.py``
+        weights: returns the variables of a trained state that are compared
+        settings: settings in addition to the steps, the batch size and the learning rate
+        accumulates: whether training in micro-batches must give the same weights
+        compiles: whether XLA can compile the program
+        ignored: pattern of weights that are not compared, because their true gradient is zero and
+            they change by rounding errors only
+        frozen: pattern of weights that training must not change
+        tolerance: the relative tolerance of the comparison with the plain loop
+        absolute: the absolute tolerance of that comparison, for numbers near zero
     """
 
     hooks: Callable[[], Any]
@@ -64,7 +66,7 @@ class Program:
         return self.plain() if self.plain else train_hooks(self)
 
     def assert_plain(self, weights: Iterable[Any], metrics: Mapping[str, Any]) -> None:
-        """Compares what was trained, and its evaluation, with the plain loop's."""
+        """Asserts that the weights and the metrics are those of the plain loop."""
         expected, values = self.trained
         for weight, other in zip(weights, expected, strict=True):
             if not re.search(self.ignored, compare.find_path(other)):
@@ -73,7 +75,10 @@ class Program:
             np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
 
     def assert_moved(self, before: Iterable[np.ndarray]) -> None:
-        """So that equal weights mean something: training has changed each of them visibly."""
+        """Asserts that training changed each weight visibly.
+
+        Otherwise, the comparison of the weights would prove nothing.
+        """
         for old, new in zip(before, self.trained[0], strict=True):
             moved = np.abs(old - compare.read_numbers([new])[0]).max() >= 1e-4
             may_stay = re.search(f"{self.ignored}|{self.frozen}", compare.find_path(new))
@@ -82,7 +87,7 @@ class Program:
 
 @functools.cache
 def load_program(name: str) -> Program:
-    """Imports a program only when it is asked for: some start TensorFlow."""
+    """Imports a program. Each is imported only on demand, because some start TensorFlow."""
     file = name if name in MODULES else "basics"
     module = importlib.import_module(f"{programs.__name__}.{file}")
     program: Program = module.PROGRAM if name in MODULES else getattr(module, name)()
@@ -90,7 +95,11 @@ def load_program(name: str) -> Program:
 
 
 def whole_batches(create_dataset: Callable[[int], tf.data.Dataset]) -> tf.data.Dataset:
-    """Returns the ``STEPS`` batches of passes of 40 to 47 examples; what is left over is out."""
+    """Returns the first ``STEPS`` batches of ``BATCH`` examples of a dataset.
+
+    A finite dataset has 40 to 47 examples. Each pass then has five batches, and the rest is
+    dropped.
+    """
     dataset = create_dataset(BATCH)
     if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
         dataset = dataset.take(5).repeat()
@@ -98,8 +107,8 @@ def whole_batches(create_dataset: Callable[[int], tf.data.Dataset]) -> tf.data.D
 
 
 def train_hooks(program: Program) -> Trained:
-    """Trains and evaluates by a program's hooks."""
-    keras.utils.set_random_seed(0)  # the setting's default, from which shuffles start
+    """Trains and evaluates a program by calling its hooks in the loop of ``reference.py``."""
+    keras.utils.set_random_seed(0)  # The default of the setting "seed", which shuffles depend on.
     hooks = program.hooks()
     batches = iter(whole_batches(hooks.create_dataset))
     rate = program.settings.get("learning_rate", RATE)

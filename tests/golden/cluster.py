@@ -1,7 +1,8 @@
-"""What each process of a cluster runs: programs, one after the other, since a start costs more.
+"""Trains programs in one process of a cluster.
 
-``python -m tests.golden.cluster RUNS RUN_NAME PROGRAM...`` trains each as RUNS/RUN_NAME-PROGRAM,
-and writes what it has to ``RUNS/RUN_NAME-PROGRAM-TASK.npz``.
+``python -m tests.golden.cluster RUNS RUN_NAME PROGRAM...`` trains each program as
+RUNS/RUN_NAME-PROGRAM, and writes its weights and metrics to ``RUNS/RUN_NAME-PROGRAM-TASK.npz``. The
+programs share a cluster, because starting one takes longer than training.
 """
 
 import json
@@ -19,7 +20,11 @@ TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 
 
 def train_one(runs: Path, run_name: str, name: str) -> None:
-    """Trains a program; the chief of a whole run keeps what a kill would leave of it."""
+    """Trains a program.
+
+    If the run is named ``whole``, the chief also copies its folder, as a kill at that step would
+    leave it.
+    """
     program, run = load_program(name), f"{run_name}-{name}"
 
     def kill(chief: bool) -> None:

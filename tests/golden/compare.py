@@ -1,4 +1,4 @@
-"""Comparing what was trained: variables, and what checkpoints hold."""
+"""Comparisons of variables and of checkpoints."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 def read_numbers(variables: Iterable[Any]) -> list[np.ndarray]:
-    """Returns the numbers of Keras or TensorFlow variables, or of arrays."""
+    """Returns Keras variables, TensorFlow variables or arrays as NumPy arrays."""
     return [np.array(each.numpy() if hasattr(each, "numpy") else each) for each in variables]
 
 
@@ -19,28 +19,28 @@ def assert_close(
     tolerance: float = 1e-5,
     absolute: float = 1e-6,
 ) -> None:
-    """Compares variables with others, one after the other."""
+    """Asserts that variables are close to the expected ones, in the same order."""
     for value, other in zip(variables, expected, strict=True):
         numbers, others = read_numbers([value, other])
         np.testing.assert_allclose(numbers, others, tolerance, absolute, err_msg=find_path(other))
 
 
 def assert_same(variables: Iterable[Any], expected: Iterable[Any]) -> None:
-    """Compares variables with others bit for bit."""
+    """Asserts that variables equal the expected ones bit for bit, in the same order."""
     for value, other in zip(read_numbers(variables), read_numbers(expected), strict=True):
         np.testing.assert_array_equal(value, other)
 
 
 def find_path(variable: Any) -> str:
-    """Returns the names of a variable and of the layers around it, such as ``dense/kernel``."""
+    """Returns the path of a variable with its layers, for example ``dense/kernel``."""
     return str(getattr(variable, "path", getattr(variable, "name", "")))
 
 
 def read_checkpoint(run: Path, step: int, subfolder: str = "") -> dict[str, np.ndarray]:
-    """Returns every tensor of the checkpoint of a step, by its key, read without the engine.
+    """Returns every tensor of a step's checkpoint by its key, read without the engine.
 
     Args:
-        subfolder: ``engine`` for what the engine saves beside the hooks' objects
+        subfolder: ``engine`` for the engine's own part of the checkpoint
     """
     reader = tf.train.load_checkpoint(str(run / "ckpt" / subfolder / f"ckpt-{step}"))
     return {
@@ -51,7 +51,7 @@ def read_checkpoint(run: Path, step: int, subfolder: str = "") -> dict[str, np.n
 
 
 def assert_same_checkpoint(run: Path, other: Path, step: int) -> None:
-    """Compares all that two runs have saved of a step, bit for bit."""
+    """Asserts that the checkpoints of two runs at a step are equal bit for bit."""
     saved, expected = (read_checkpoint(folder, step) for folder in (run, other))
     assert saved.keys() == expected.keys() and len(saved) > 1
     for key, value in expected.items():

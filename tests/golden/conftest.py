@@ -12,19 +12,19 @@ engine.start_devices()
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """The folder of the runs of a test."""
+    """Returns the folder for the runs of a test."""
     return tmp_path / "runs"
 
 
 @pytest.fixture
 def train(runs: Path) -> engine.Train:
-    """``train(hooks, **settings)`` trains in this process and returns the trained state."""
+    """Returns ``train(hooks, **settings)``, which trains in this process and returns the state."""
     return functools.partial(engine.train, runs=runs)
 
 
 @pytest.fixture
 def train_small(runs: Path) -> engine.Train:
-    """``train_small(hooks, **settings)`` trains as ``small.plain`` does, for six steps."""
+    """Returns ``train_small(hooks, **settings)``, which trains six steps like ``small.plain``."""
     return functools.partial(engine.train, runs=runs, **small.settings(6))
 
 
@@ -32,5 +32,5 @@ def train_small(runs: Path) -> engine.Train:
 def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> engine.Command:
-    """``command(*words, **environ)`` is ``python -m ctl_core WORDS`` in the test's folder."""
+    """Returns ``command(*words, **environ)``: ``python -m ctl_core WORDS`` in the test's folder."""
     return engine.commands_here(tmp_path, monkeypatch, capfd)

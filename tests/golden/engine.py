@@ -1,4 +1,4 @@
-"""Ways to train with the engine that is asked: in this process, or in one of its own."""
+"""Functions that train with the engine, in this process or in new ones."""
 
 import contextlib
 import gc
@@ -21,26 +21,27 @@ import ctl_core
 from tests.golden import ROOT
 
 DEVICES = 5
-# What a process of the engine has to find: the engine, then these tests.
+# New processes must find the lean sitecustomize, the engine and these tests.
 PYTHONPATH = os.pathsep.join([str(ROOT / "tests" / "helpers" / "lean"), str(ROOT)])
 
 
 def start_devices() -> None:
-    """Splits the CPU into five devices, and a GPU into as many, before TensorFlow starts."""
+    """Splits the CPU, and each GPU, into five logical devices before TensorFlow starts."""
     divide = tf.config.set_logical_device_configuration
     device = tf.config.LogicalDeviceConfiguration
     divide(tf.config.list_physical_devices("CPU")[0], [device()] * DEVICES)
     for gpu in tf.config.list_physical_devices("GPU"):
         divide(gpu, [device(memory_limit=2048)] * DEVICES)
     tf.config.list_logical_devices()
-    gc.freeze()  # the million objects that TensorFlow is made of are not looked through again
+    # Exempts the million objects that TensorFlow creates on import from garbage collection.
+    gc.freeze()
 
 
 Train = Callable[..., ctl_core.State]
 
 
 class Outcome(NamedTuple):
-    """What a command left behind."""
+    """The exit code and the outputs of a command."""
 
     code: int
     out: str
@@ -51,7 +52,7 @@ Command = Callable[..., Outcome]
 
 
 def train(hooks: Any, runs: Path, **settings: Any) -> ctl_core.State:
-    """Trains in this process, with settings of a small run; ``runs`` is the folder of the runs."""
+    """Trains in this process with the settings of a small run, and saves the run in ``runs``."""
     settings = {
         "steps": 16,
         "batch_size": 16,
@@ -64,9 +65,9 @@ def train(hooks: Any, runs: Path, **settings: Any) -> ctl_core.State:
 
 
 def leave_as_killed(run: Path, copy: Path) -> None:
-    """Copies a run's folder while it trains: what SIGKILL would leave at this moment.
+    """Copies the folder of a run during training, as SIGKILL would leave it at this moment.
 
-    Files that vanish meanwhile, of a checkpoint that is being written, are left out.
+    Files of a checkpoint that is being written may vanish while they are copied. They are skipped.
     """
 
     with contextlib.suppress(shutil.Error):
@@ -76,13 +77,15 @@ def leave_as_killed(run: Path, copy: Path) -> None:
 def commands_here(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Command:
-    """Returns what runs commands in a project's folder by this process, which has TensorFlow."""
+    """Returns a function that runs commands in a project's folder without starting a process."""
     monkeypatch.chdir(folder)
     for name in [name for name in os.environ if name.startswith("CTL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # callbacks.py changes within a second
-    # Many runs of one process look to TensorFlow like one function that is traced again and again.
+    # Bytecode would be stale, because callbacks.py is rewritten within a second.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    # Hides warnings about retracing. They are wrong, because TensorFlow takes the functions of
+    # several runs in this process for a single function.
     monkeypatch.setattr(tf.get_logger(), "level", 40)
 
     def run(*words: str, **environ: str) -> Outcome:
@@ -102,7 +105,7 @@ def commands_here(
 def command(
     folder: Path, *words: str, environ: dict[str, str] | None = None, **how: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m ctl_core WORDS`` in a project's folder; returns its code and outputs."""
+    """Runs ``python -m ctl_core WORDS`` in a project's folder, and returns the finished process."""
     return subprocess.run(
         command_line(*words),
         cwd=folder,
@@ -119,7 +122,7 @@ def command_line(*words: str) -> Sequence[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Returns this process's environment for one of the engine's: no settings of the engine's."""
+    """Returns this process's environment without settings of the engine, for a new process."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -131,7 +134,7 @@ def environment(**more: str) -> dict[str, str]:
 def start_cluster(
     command: Sequence[str], folder: Path, processes: int = 2, **how: Any
 ) -> list[subprocess.Popen[Any]]:
-    """Starts the processes of a cluster on loopback; ``how`` is for ``subprocess.Popen``."""
+    """Starts the processes of a cluster on loopback; ``how`` is passed to ``subprocess.Popen``."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(processes)]
     workers = [f"127.0.0.1:{server.getsockname()[1]}" for server in sockets]
     for server in sockets:
@@ -145,7 +148,7 @@ def start_cluster(
 
 
 def run_cluster(folder: Path, *words: str, processes: int = 2) -> None:
-    """Runs ``python -m WORDS`` as a cluster to its end; the folder gets its log."""
+    """Runs ``python -m WORDS`` in all processes of a cluster, and appends their output to a log."""
     with (folder / "cluster.log").open("ab") as log:
         command = [sys.executable, "-m", *words]
         started = start_cluster(command, ROOT, processes, stdout=log, stderr=log)
@@ -154,7 +157,11 @@ def run_cluster(folder: Path, *words: str, processes: int = 2) -> None:
 
 
 def read_table(text: str) -> dict[str, tuple[str, list[str]]]:
-    """Reads a table of cases: ``== its name -> words | of the message``, and code."""
+    """Reads a table of cases, and returns the code and the words of each by its name.
+
+    A case begins with the line ``== NAME -> WORDS | WORDS``, where the words must occur in an error
+    message. Its code follows.
+    """
     cases = {}
     for case in text.strip().removeprefix("== ").split("\n== "):
         title, _, code = case.partition("\n")
@@ -164,6 +171,6 @@ def read_table(text: str) -> dict[str, tuple[str, list[str]]]:
 
 
 def locate(source: str) -> list[str]:
-    """Returns how a message has to name the line that is marked with ``# here``, if one is."""
+    """Returns the location of the line marked ``# here``, as messages name it; empty if none is."""
     lines = source.splitlines()
     return [f"callbacks.py:{n}" for n, line in enumerate(lines, 1) if line.endswith("# here")]

@@ -1,8 +1,8 @@
-"""What each process of a cluster with logical replicas runs: programs, one after the other.
+"""Trains programs with logical replicas in one process of a cluster, one after the other.
 
 ``python -m tests.golden.logical_cluster RUNS START NEXT DEVICES KILLED STEPS NAME...`` trains each
-program as RUNS/START-NAME up to a step, on as many devices of each process. RUNS/NEXT-NAME becomes
-what a kill after the step KILLED would leave.
+program as RUNS/START-NAME for STEPS steps, on DEVICES devices per process. At step KILLED, it
+copies the folder to RUNS/NEXT-NAME, as a kill would leave it.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ layers = keras.layers
 
 
 class NoiseAndCount(keras.Layer):
-    """Adds noise of a generator of TensorFlow; counts calls, and rows over all replicas."""
+    """Adds noise from a TensorFlow generator, and counts its calls and the rows of all replicas."""
 
     def build(self, shape: Any) -> None:
         self.generator = tf.random.Generator.from_seed(5)
@@ -42,7 +42,7 @@ class NoiseAndCount(keras.Layer):
 
 
 def create_cnn() -> keras.Model:
-    """A CNN that ends in attention over the pixels of the last feature map."""
+    """Returns a CNN that ends in attention over the pixels of the last feature map."""
     inputs = keras.Input((8, 8, 3))
     values = layers.BatchNormalization(momentum=0.9)(layers.Conv2D(8, 3)(inputs))
     values = layers.MaxPooling2D()(layers.Activation("relu")(values))
@@ -53,7 +53,7 @@ def create_cnn() -> keras.Model:
 
 
 def make_cnn() -> SimpleNamespace:
-    """With Adam, and clipping that clips."""
+    """Returns the hooks of a CNN with Adam, and with clipping that reduces the gradients."""
     random = np.random.default_rng(0)
     arrays = random.normal(size=(100, 8, 8, 3)).astype("float32"), random.integers(0, 10, 100)
 
@@ -73,7 +73,7 @@ def make_cnn() -> SimpleNamespace:
 
 
 def make_noisy() -> SimpleNamespace:
-    """A small model with noise and batch statistics, which is evaluated."""
+    """Returns the hooks of a small model with noise, batch statistics and an evaluation."""
     return small.hooks(
         create_model=lambda: small.model_with(
             layers.BatchNormalization(momentum=0.9), layers.Dropout(0.3)
@@ -84,7 +84,7 @@ def make_noisy() -> SimpleNamespace:
 
 
 def add_to_digest(state: dict[str, Any], step: int, output: Any, batch: Any) -> None:
-    """Keeps a checksum of all outputs and batches so far, which the checkpoint holds."""
+    """Updates a checksum of all outputs and batches so far, which the checkpoint contains."""
     digest = hashlib.sha256(state.get("digest", "").encode())
     for tensor in tf.nest.flatten((output, batch), expand_composites=True):
         digest.update(f"{step} {tensor.shape}".encode() + tf.io.serialize_tensor(tensor).numpy())
@@ -92,9 +92,10 @@ def add_to_digest(state: dict[str, Any], step: int, output: Any, batch: Any) -> 
 
 
 def make_observed() -> SimpleNamespace:
-    """Host hooks see texts and ragged tensors, and a generator and counters are written.
+    """Returns hooks in which a host hook receives strings and ragged tensors.
 
-    The gradients fill several buckets. An odd step computes nothing for a host hook.
+    The model updates a random generator and counters. Its gradients fill several buckets. In odd
+    steps, no host hook is due.
     """
     arrays = small.data()
     texts = np.array([f"text {number}" * (number % 5) for number in range(small.EXAMPLES)])
@@ -106,7 +107,7 @@ def make_observed() -> SimpleNamespace:
         return keras.Model(inputs, [layers.Dense(1)(hidden), hidden])
 
     class WithRagged(keras.layers.Layer):
-        """Adds a ragged output to those of the model, with as many numbers as the text is long."""
+        """Adds a ragged output to the model's output, with one number per character of a string."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -129,7 +130,10 @@ def make_observed() -> SimpleNamespace:
 
 
 def make_elements() -> SimpleNamespace:
-    """Each element of the dataset is the share of a logical replica: two sets of points."""
+    """Returns hooks whose dataset has one element per logical replica.
+
+    An element contains two sets of points.
+    """
 
     def create_dataset() -> tf.data.Dataset:
         inputs, target = small.data()
@@ -157,8 +161,8 @@ class Program(NamedTuple):
     """A program.
 
     Attributes:
-        make_hooks: returns its hooks
-        settings: settings that it needs
+        make_hooks: returns the program's hooks
+        settings: the settings that the program requires
     """
 
     make_hooks: Callable[[], SimpleNamespace]
@@ -170,8 +174,8 @@ PROGRAMS = {
     "cnn": Program(make_cnn),
     "observed": Program(make_observed),
     "elements": Program(make_elements, {"batch_size": 2 * LOGICAL_REPLICAS}),
-    # "all" has turns, an embedding, batch_weight, float16, kept last batches, averages, metrics of
-    # training and a reader.
+    # The program "all" combines turns, an embedding, batch_weight, float16, kept last batches,
+    # averaged weights, training metrics and a reader.
     **{
         name: Program(partial(make_feature, name), FEATURES[name][1])
         for name in ("embedding", "turns", "batch_weight", "last_batch", "compiled", "all")
@@ -193,7 +197,10 @@ def train_program(
 
 
 def leave_for(runs: Path, start: str, next_start: str, name: str) -> Callable[[bool], None]:
-    """Returns a hook in which the chief leaves the folder of the next start as a kill would."""
+    """Returns a hook in which the chief copies the run's folder for the next start.
+
+    The copy has the state that a kill would leave.
+    """
 
     def kill(chief: bool) -> None:
         if chief:
@@ -203,7 +210,7 @@ def leave_for(runs: Path, start: str, next_start: str, name: str) -> Callable[[b
 
 
 def main(folder: Path, start: str, next_start: str, *words: str) -> None:
-    """Trains programs; ``words`` are the numbers and the names of the module's docstring."""
+    """Trains programs. ``words`` are DEVICES, KILLED, STEPS and the names of programs."""
     devices, killed, steps = map(int, words[:3])
     for name in words[3:]:
         at_step = {killed: leave_for(folder, start, next_start, name)}

@@ -1,4 +1,4 @@
-"""Small programs with noise and batch statistics, each with another feature of the engine."""
+"""Small programs with noise and batch statistics, each with a different feature of the engine."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ layers = keras.layers
 
 
 def create_row_counter() -> tf.Variable:
-    """Returns a variable that each replica counts for itself, and whose value is the sum."""
+    """Returns a counter that each replica updates on its own; its value is their sum."""
     return tf.Variable(
         0,
         trainable=False,
@@ -39,7 +39,7 @@ def make_small_hooks(**replaced: Any) -> SimpleNamespace:
 
 
 class Rows:
-    """A reader in Python, whose state is its position in a pass of elements of 10 rows."""
+    """Reads arrays in Python, 10 rows at a time; the reader's state is its position in the pass."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -59,7 +59,7 @@ class Rows:
 
 
 def clip(gradients: Any) -> Any:
-    """Clips the gradients of each step, whose norms are around 3."""
+    """Clips the gradients of every step, because their norms are around 3."""
     return tf.clip_by_global_norm(gradients, 0.5)[0], gradients
 
 
@@ -87,7 +87,7 @@ def create_pair_of_optimizers(lr: Any) -> dict[str, Any]:
 
 
 def pursue_two(loss: tf.Tensor, output: Any, train_model: Any) -> Any:
-    """Returns two objectives of other layers."""
+    """Returns two objectives that train different layers."""
     first, *_, last = train_model.layers
     return {
         "first": (loss, 0.0, first.trainable_variables),
@@ -105,14 +105,17 @@ def group(lr: Any, train_model: Any) -> Any:
 
 
 def create_low_rank() -> keras.Model:
-    """A base that is frozen, with an adapter."""
+    """Returns a model with a frozen base and a LoRA adapter."""
     model = small.model_with(layers.Dense(8), layers.Dropout(0.3))
     model.layers[1].enable_lora(2)
     return model
 
 
 def create_embedding() -> keras.Model:
-    """A table of which most rows occur in no batch, and some in many logical replicas."""
+    """Returns a model with an embedding.
+
+    Most rows of its table occur in no batch, and some occur in many logical replicas.
+    """
     return keras.Sequential(
         [
             keras.Input((small.FEATURES,), dtype="int32"),
@@ -125,7 +128,7 @@ def create_embedding() -> keras.Model:
 
 
 def count(batch: Any) -> tf.Tensor:
-    """Returns the examples as the numbers of words."""
+    """Returns the features as word indices."""
     return tf.cast(5.0 * tf.abs(batch[0]), tf.int32)
 
 
@@ -139,7 +142,7 @@ def judge(output: Any, batch: Any) -> Any:
 
 
 def large_error(pair: Any) -> tf.Tensor:
-    """Returns losses whose gradients overflow in float16 until the loss scale has fallen."""
+    """Returns losses whose gradients overflow in float16 until the loss scale has been reduced."""
     return 100.0 * small.squared_error(pair)
 
 
@@ -149,7 +152,7 @@ TRAIN_METRICS: dict[str, Any] = {
     "train_metric_pre": judge,
 }
 EMBEDDING: dict[str, Any] = {"create_model": create_embedding, "input_pre": count}
-# A pass has a last batch of 4 rows, fewer than there are logical replicas.
+# The last batch of a pass has 4 rows, fewer than there are logical replicas.
 ROWS: dict[str, Any] = {"create_dataset": small.slices(small.data())}
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "turns": ({**OBJECTIVES, "turns": ["first", "second", "first"]}, {}),
@@ -186,6 +189,6 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def make_feature(name: str) -> SimpleNamespace:
-    """Returns the hooks of a feature, with plain SGD and clipping unless it has its own."""
+    """Returns the hooks that use a feature, with plain SGD and clipping unless it replaces them."""
     replaced, _ = FEATURES[name]
     return make_small_hooks(**{"create_opt": small.create_opt, "update_pre": clip, **replaced})

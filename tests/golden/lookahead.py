@@ -1,4 +1,4 @@
-"""An optimizer of a user that copies the weights when it is built."""
+"""An optimizer, as a user may write it, that copies the weights when it is built."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import tensorflow as tf
 
 
 class Lookahead(keras.optimizers.SGD):
-    """Moves slow weights half of the way at every third step, and goes on from there."""
+    """Moves slow weights halfway to the weights every third step, and continues from there."""
 
     def build(self, variables: Any) -> None:
         super().build(variables)

@@ -1,16 +1,16 @@
-"""The callbacks.py of the runs in ``runs_of_1.0``, which engine 1.0.0 began.
+"""The callbacks.py of the runs in ``runs_of_1.0``, which engine 1.0.0 trained.
 
-They were made in an empty folder that held this file as callbacks.py, with the engine of commit
-63fdcdc and this repository, which has ``tests.golden.small``, in PYTHONPATH::
+The runs were made in an empty folder that contained this file as callbacks.py. PYTHONPATH named the
+engine of commit 63fdcdc, and this repository for ``tests.golden.small``::
 
     train() { python -m ctl_core train --steps 8 --ckpt-every 8 --eval-every 0 --batch-size 16 \\
         --learning-rate 0.05 --last-batch keep --run-name "$@"; }
     train rows --virtual-devices 2
     train widths --hparams.widths true
 
-Of each run config.yaml, train.log and ckpt/ were kept. Step 8 is in the second pass over the data,
-amid a shuffle, so that a resumed run needs the position, the state of the shuffle and that of
-Dropout.
+The files config.yaml and train.log and the folder ckpt/ of each run were kept. Step 8 is in the
+middle of a shuffle, in the second pass over the data. A resumed run therefore needs the position in
+the data, the state of the shuffle and the state of Dropout.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,11 @@ every_steps: dict[int, Any] = {}
 
 
 def create_dataset(hparams: Any, per_replica_batch_size: int) -> tf.data.Dataset:
-    """Returns shuffled examples, in batches that are joined or, of ``widths``, global batches."""
+    """Returns shuffled examples.
+
+    By default, the engine joins their batches into global batches. With the hyperparameter
+    ``widths``, the rows differ in width, and the batches are already global.
+    """
     examples = tf.data.Dataset.from_tensor_slices(small.data())
     if not hparams.get("widths"):
         return examples.shuffle(20, seed=3).batch(7)
@@ -37,7 +41,7 @@ def create_dataset(hparams: Any, per_replica_batch_size: int) -> tf.data.Dataset
 
 
 def create_model(hparams: Any) -> Callable[[Any], Any]:
-    """Returns a model with Dropout; of ``widths`` it sees the mean of a row five times."""
+    """Returns a model with Dropout. With ``widths``, its input repeats the mean of a row."""
     model = small.model_with(keras.layers.Dropout(0.3, seed=5))
     if not hparams.get("widths"):
         return model
@@ -47,12 +51,12 @@ def create_model(hparams: Any) -> Callable[[Any], Any]:
 
 
 def create_opt(lr: Any) -> keras.optimizers.Optimizer:
-    """Returns SGD with slots."""
+    """Returns SGD with momentum, because the slots must be restored, too."""
     return keras.optimizers.SGD(lr, momentum=0.5)
 
 
 def halve(lr: Any) -> None:
-    """Changes the learning rate, which a resumed run must not do again."""
+    """Changes the learning rate. A resumed run must not do this again."""
     lr.assign(0.5 * lr)
 
 

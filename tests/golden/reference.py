@@ -1,6 +1,6 @@
-"""What hooks stand for: a loop of one device that calls them step by step, and an evaluation.
+"""A plain training loop and an evaluation, which call hooks step by step on one device.
 
-Each hook gets what it names. Nothing here is the engine's, and nothing is compiled.
+A hook receives the arguments that it names. The loop does not use the engine, and is not compiled.
 """
 
 import inspect
@@ -15,7 +15,7 @@ RATE = 0.05
 
 
 def clip(gradients: Any) -> Any:
-    """What is not finite counts as zero; the norm of all is at most 10."""
+    """Replaces numbers that are not finite by zero, and clips the global norm to 10."""
     finite = [
         tf.where(tf.math.is_finite(gradient), gradient, tf.zeros_like(gradient))
         for gradient in gradients
@@ -34,10 +34,10 @@ DEFAULTS: dict[str, Callable[..., Any]] = {
 
 
 class Reference:
-    """Trains by hooks.
+    """Trains and evaluates by calling hooks.
 
     Attributes:
-        parts: ``train_model``, ``train_loss`` and ``optimizer``
+        parts: a namespace of ``train_model``, ``train_loss`` and ``optimizer``
     """
 
     def __init__(self, hooks: Any, rate: float = RATE) -> None:
@@ -49,13 +49,13 @@ class Reference:
         )
 
     def ask(self, name: str, **arguments: Any) -> Any:
-        """Calls a hook, or its default."""
+        """Calls a hook, or its default, with the arguments that it names."""
         hook = getattr(self.hooks, name, None) or DEFAULTS[name]
         arguments |= vars(self.parts)
         return hook(**{each: arguments[each] for each in inspect.signature(hook).parameters})
 
     def look(self, batch: Any, training: bool) -> tuple[Any, Any, Any, Any]:
-        """Returns the output, a loss for each example, what layers add, and the batch's weight."""
+        """Returns the output, the loss per example, the layers' losses and the batch's weight."""
         model = self.parts.train_model
         inputs = self.ask("input_pre", batch=batch)
         training_argument = {"training": training} if isinstance(model, keras.Model) else {}
@@ -75,11 +75,11 @@ class Reference:
         ),
         split: Callable[[Any], list[Any]] = lambda batch: [batch],
     ) -> Self:
-        """Takes a step for each batch.
+        """Trains for one step on each batch.
 
         Args:
-            find_variables: of the parts; those that can be are trained
-            split: a batch into micro-batches, each of which has its own losses
+            find_variables: returns variables of the parts, of which the trainable ones are trained
+            split: splits a batch into micro-batches, for each of which the losses are computed
         """
         for batch in batches:
             total = 0.0
@@ -106,7 +106,7 @@ class Reference:
         return self
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
-        """Returns the loss and the metrics of batches."""
+        """Returns the loss and the metrics over batches."""
         metrics = self.ask("create_metrics")
         total = 0.0
         weights = 0.0

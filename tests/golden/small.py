@@ -1,4 +1,4 @@
-"""A small program: hooks, the plain loop of one device beside them, a project's callbacks.py."""
+"""A small program as hooks, as a plain loop on one device, and as a project's callbacks.py."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +18,10 @@ BATCH = 16
 
 
 def slow_but(*quick: Any, of: Iterable[Any]) -> list[Any]:
-    """Returns names as parameters, of which all are slow but some: these tell the kind."""
+    """Returns test parameters, and marks all of them as slow except the given ones.
+
+    The quick ones are representative of the others.
+    """
     parameters: list[Any] = []
     for each in of:
         if each in quick:
@@ -30,7 +33,10 @@ def slow_but(*quick: Any, of: Iterable[Any]) -> list[Any]:
 
 
 def data(examples: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:
-    """Returns examples of 5 features and a target each; of 100, batches of 16 leave a remainder."""
+    """Returns examples with 5 features and a target.
+
+    The default number of examples, 100, is not divisible by the batch size 16.
+    """
     random = np.random.default_rng(0)
     inputs = random.normal(size=(EXAMPLES, FEATURES)).astype("float32")
     target = (inputs @ random.normal(size=(FEATURES, 1)) + 0.5).astype("float32")
@@ -38,7 +44,7 @@ def data(examples: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:
 
 
 def slices(arrays: Any, drop_remainder: bool = False) -> Callable[[int], tf.data.Dataset]:
-    """Returns a create_dataset that reads arrays in their order."""
+    """Returns a ``create_dataset`` hook that reads arrays in order."""
 
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
         examples = tf.data.Dataset.from_tensor_slices(arrays)
@@ -50,7 +56,7 @@ def slices(arrays: Any, drop_remainder: bool = False) -> Callable[[int], tf.data
 create_dataset = slices(data(), drop_remainder=True)
 
 
-# The last 37 examples, which no batch divides.
+# The last 37 examples, a number that is not divisible by any batch size.
 create_eval_dataset = slices(tuple(array[-37:] for array in data()))
 
 
@@ -59,7 +65,10 @@ def create_model() -> keras.Model:
 
 
 def model_with(*layers: keras.layers.Layer) -> keras.Model:
-    """Two dense layers with ``layers`` between them; weights that depend on shapes alone."""
+    """Returns two dense layers with ``layers`` in between.
+
+    The initial weights depend only on the shapes.
+    """
     model = keras.Sequential(
         [
             keras.Input((FEATURES,)),
@@ -79,7 +88,7 @@ def squared_error(pair: Any) -> tf.Tensor:
 
 
 def crossentropy(pair: Any) -> tf.Tensor:
-    """Of logits, and of classes by their numbers."""
+    """Returns the cross-entropy of a pair of logits and class indices."""
     return keras.losses.sparse_categorical_crossentropy(pair[1], pair[0], from_logits=True)
 
 
@@ -88,12 +97,12 @@ def create_loss() -> Callable[[Any], tf.Tensor]:
 
 
 def create_opt(lr: Any) -> keras.optimizers.Optimizer:
-    """Plain SGD, which shows a wrong scale."""
+    """Returns plain SGD, which does not hide a wrong scale."""
     return keras.optimizers.SGD(lr)
 
 
 def update_pre(gradients: Any) -> Any:
-    """Neither clips nor replaces anything."""
+    """Returns the gradients unchanged."""
     return gradients, gradients
 
 
@@ -101,7 +110,7 @@ HOOKS = (create_dataset, create_model, create_loss, create_opt, update_pre)
 
 
 def hooks(**replaced: Any) -> SimpleNamespace:
-    """The hooks above, quiet; what is named replaces them."""
+    """Returns the hooks of the small program, without reports; arguments replace or add hooks."""
     base = {hook.__name__: hook for hook in HOOKS}
     return SimpleNamespace(**{**base, "every_steps": {}, **replaced})
 
@@ -117,13 +126,13 @@ def plain(
     batches: Iterable[Any] | None = None,
     optimizer: Any = None,
 ) -> Any:
-    """Trains without the engine on one device; returns the model.
+    """Trains on one device without the engine, and returns the model.
 
     Args:
-        rate_at: the learning rate of a step, from 1 up; without it the optimizer's own
-        model: a Keras model; without one that of ``create_model``
-        batches: without them those of ``create_dataset``; a dataset is of one pass
-        optimizer: plain SGD if it is not said
+        rate_at: returns the learning rate of a step, counted from 1; None for the optimizer's rate
+        model: a Keras model; None for that of ``create_model``
+        batches: the global batches; None for those of ``create_dataset``. A dataset is repeated.
+        optimizer: the optimizer; None for plain SGD
     """
     program = hooks(create_model=lambda: model or create_model())
     program.create_opt = lambda lr: optimizer or create_opt(lr)
@@ -138,18 +147,18 @@ def plain(
 
 
 def errors(model: Any) -> dict[str, float]:
-    """The loss and the mean absolute error of a Keras model over the evaluation's examples."""
+    """Returns the loss and the mean absolute error of a Keras model over the evaluation data."""
     inputs, target = data()
     difference = model(inputs[-37:], training=False).numpy() - target[-37:]
     return {"loss": float((difference**2).mean()), "error": float(abs(difference).mean())}
 
 
 def read_files(folder: Path) -> dict[Path, bytes]:
-    """What is in the files of a folder, at any depth."""
+    """Returns the contents of all files below a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# A project's callbacks.py; what a test adds goes below it.
+# The callbacks.py of a project, to which a test appends its own hooks.
 CALLBACKS = """\
 import keras
 import numpy as np

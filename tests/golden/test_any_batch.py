@@ -1,4 +1,4 @@
-"""Any global batch on any number of devices has the weights of a plain loop on one device."""
+"""With any global batch size, any number of devices trains the weights of a plain loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ SEED, FEATURES = 3, small.FEATURES
 
 @pytest.fixture(autouse=True)
 def seed_plain_loops() -> None:
-    """Sets the seed: the shuffle of a plain loop is seeded where it is defined."""
+    """Sets the global seed, which the shuffle of a plain loop uses when it is defined."""
     keras.utils.set_random_seed(SEED)
 
 
@@ -41,7 +41,11 @@ def test_batches_that_devices_do_not_divide(
     train: engine.Train, devices: int, accumulate: int, batch: int, examples: int, scale: float,
     last_batch: str,
 ) -> None:  # fmt: skip
-    """Of 131 examples 2 are left over, for 6 shares; the default update clips above 10."""
+    """A batch that devices cannot share evenly gives the weights of a plain loop.
+
+    The third case has 131 examples in batches of 43, so that a last batch of 2 examples is split
+    into 6 shares. With a scale of 100, the default update clips the gradients.
+    """
     hooks = small.hooks(create_dataset=lambda: shuffled(examples).batch(7))
     hooks.create_loss = lambda: lambda pair: scale * small.squared_error(pair)
     if scale > 1:
@@ -67,7 +71,10 @@ def test_a_dataset_that_drops_its_remainders_loses_no_batch(train: engine.Train)
 
 @pytest.mark.parametrize("last_batch", small.slow_but("keep", of=["keep", "drop"]))
 def test_run_resumes_on_other_devices(train: engine.Train, last_batch: str) -> None:
-    """In the middle of passes; on as many devices it is the whole run bit for bit."""
+    """A run that resumes on other devices in the middle of a pass has the weights of a plain loop.
+
+    On the same number of devices, it is the uninterrupted run bit for bit.
+    """
     hooks = small.hooks(create_dataset=lambda: shuffled(200).batch(7))
     more = {"last_batch": last_batch}
     for devices, steps in ((1, 2), (3, 5), (2, 9)):
@@ -83,7 +90,7 @@ def test_run_resumes_on_other_devices(train: engine.Train, last_batch: str) -> N
 
 
 def of_lengths() -> tf.data.Dataset:
-    """Single examples of 2 to 9 words."""
+    """Returns single examples of 2 to 9 words."""
     random = np.random.default_rng(6)
     lengths = random.integers(2, 10, size=70)
     words = random.normal(size=(lengths.sum(), FEATURES)).astype("float32")
@@ -100,7 +107,7 @@ def in_buckets(global_batch_size: int) -> tf.data.Dataset:
 
 
 def numbered(per_replica_batch_size: int) -> tf.data.Dataset:
-    """Batches that are made by their size: each is multiplied by a number of its own."""
+    """Returns batches of a given size, in which the inputs are divided by the batch's number."""
     batches = split(50).batch(per_replica_batch_size).enumerate(1)
     return batches.map(lambda number, pair: (pair[0] / tf.cast(number, tf.float32), pair[1]))
 
@@ -109,7 +116,7 @@ def mean_of_words(batch: Any) -> Any:
     return tf.reduce_mean(batch[0], axis=1)
 
 
-# What makes the elements, and what the model is given of them.
+# For each kind of elements: a create_dataset hook, and a function that returns the model's input.
 KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "dict": (
         lambda: split(50).map(lambda x, y: ({"in": x, "id": y[0]}, y)).batch(5),
@@ -130,7 +137,10 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 def test_elements_of_different_widths_are_left_out_or_kept(
     train: engine.Train, kind: str, devices: int, last_batch: str
 ) -> None:
-    """Leftovers of several widths cannot be joined: they are left out, or each is a step."""
+    """Remaining rows of different widths cannot be joined into one batch.
+
+    They are dropped, or the rows of each width are a batch of their own.
+    """
     create, prepare = KINDS[kind]
     is_sized = kind in ("buckets", "numbered batches")
     batches = list(create(12) if is_sized else create().rebatch(12))
@@ -154,7 +164,11 @@ def as_graphs(words: tf.RaggedTensor, target: tf.Tensor) -> dict[str, tf.Tensor]
 
 
 def test_graphs_on_two_devices(train: engine.Train) -> None:
-    """Each element is a replica's; of six the last is too small, and one is left over."""
+    """Each element is a set of graphs, which is one replica's share of a batch.
+
+    Of the six elements, the last one has too few graphs, and the fifth one has no partner for the
+    other replica. Both are dropped.
+    """
 
     dataset = of_lengths().take(21).ragged_batch(4).map(as_graphs)
     hooks = small.hooks(
@@ -174,7 +188,7 @@ def test_graphs_on_two_devices(train: engine.Train) -> None:
 def test_graphs_of_logical_replicas_have_the_same_bits_on_any_devices(
     train: engine.Train,
 ) -> None:
-    """Each element is the share of a logical replica, however many of these a device has."""
+    """Each element is the share of one logical replica, however many of them a device computes."""
     dataset = of_lengths().take(24).ragged_batch(4).map(as_graphs)
     elements = list(dataset)
     hooks = small.hooks(
@@ -213,7 +227,7 @@ def scale_by_mean(gradients: Any, output: Any) -> Any:
 
 
 def find_own_rows(gradients: Any, output: Any) -> Any:
-    """Changes nothing if each replica finds its own rows among the gathered ones."""
+    """Scales the gradients, unless each replica finds its own rows among the gathered ones."""
     places = ctl_core.row_offset() + tf.range(tf.shape(output)[0])
     others = tf.gather(ctl_core.all_gather(output), places) - output
     scale = 1.0 + ctl_core.all_reduce(tf.reduce_sum(tf.abs(others)))
@@ -221,7 +235,7 @@ def find_own_rows(gradients: Any, output: Any) -> Any:
 
 
 class Centre(keras.layers.Layer):
-    """Takes off a moving average, ever less of it, and adds a loss that is a mean."""
+    """Subtracts a moving average, with a factor that shrinks, and adds a loss that is a mean."""
 
     def build(self, shape: Any) -> None:
         self.average = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
@@ -247,7 +261,7 @@ DTYPES = ["bool", *INTEGERS, *FLOATS]
 
 
 class Switches(keras.layers.Layer):
-    """Turns every second output down, by a switch of each dtype that a variable can have."""
+    """Reduces the output in every second step, with one variable of each dtype as a switch."""
 
     def build(self, shape: Any) -> None:
         off = [tf.zeros([], dtype) for dtype in DTYPES]
@@ -273,7 +287,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-LOSSES = ("simclr", "mean")  # which exchange something
+LOSSES = ("simclr", "mean")  # these losses use collectives
 WAYS = [
     (case, accumulate)
     for case in CASES
@@ -287,10 +301,11 @@ WAYS = [
 def test_last_batches_of_few_rows(
     train: engine.Train, case: str, examples: int, accumulate: int
 ) -> None:
-    """Of 33 examples 1 is left, for one of four shares; of 45 13, which differ by one row.
+    """A last batch with fewer rows than shares gives the weights of a plain loop.
 
-    Of two micro-batches each is a batch by itself, of which nobody may have rows; but update_pre
-    has the output of both.
+    After 32 of 33 examples, one is left for four shares. After 32 of 45, 13 are left, and the
+    shares differ by one row. Each of two micro-batches counts as a batch of its own, and the second
+    one may have no rows. ``update_pre`` gets the output of both.
     """
 
     def split_batch(batch: Any) -> list[Any]:
@@ -300,7 +315,9 @@ def test_last_batches_of_few_rows(
         return [half for half in halves if len(half[0])]
 
     hooks = small.hooks(create_dataset=lambda: split(examples).batch(5), **CASES[case])
-    if accumulate == 1:  # an evaluation, which knows no micro-batches, has the same shares
+    # An evaluation has no micro-batches. Its shares are those of training only if there are none in
+    # training either.
+    if accumulate == 1:
         hooks.create_eval_dataset = hooks.create_dataset
     more: dict[str, Any] = {"accumulate_steps": accumulate, "last_batch": "keep"}
     state = train_on(train, hooks, 4 // accumulate, 16, steps=7, **more)
@@ -348,13 +365,16 @@ def exchange_under_a_condition(loss: Any, train_model: Any, step: Any) -> Any:
 def test_a_loss_that_exchanges_something_is_refused_in_micro_batches(
     train: engine.Train, devices: int, hook: str, hooks: dict[str, Any]
 ) -> None:
-    """It would be that of the micro-batches. A model's all_reduce is for statistics, see above."""
+    """A loss that uses collectives would be that of a micro-batch, and not that of the batch.
+
+    A layer of a model may call ``all_reduce`` to compute statistics, as in the tests above.
+    """
     with pytest.raises(ctl_core.SetupError, match=rf"^{hook} \(\w+\.py:\d+\): all_.*micro-batch"):
         train_on(train, small.hooks(**hooks), devices, 16, steps=1, accumulate_steps=2)
 
 
 def test_synchronized_normalization_within_a_loss_in_micro_batches(train: engine.Train) -> None:
-    """That of Keras normalizes a micro-batch, wherever it is."""
+    """Keras' synchronized normalization is allowed in a loss, and normalizes over a micro-batch."""
 
     class Loss(keras.Model):
         def __init__(self) -> None:
@@ -369,7 +389,10 @@ def test_synchronized_normalization_within_a_loss_in_micro_batches(train: engine
 
 
 def test_moving_statistics_move_as_far_by_each_example(train: engine.Train) -> None:
-    """Those of each replica's own batch, whose mean is saved, after a step of 6, 5 and 5."""
+    """Replicas with 6, 5 and 5 rows move the moving statistics in proportion to their rows.
+
+    Each replica uses the statistics of its own rows. The saved value is the mean over all rows.
+    """
     norm = keras.layers.BatchNormalization
     hooks = small.hooks(
         create_dataset=lambda: split(16).batch(5),

@@ -1,4 +1,4 @@
-"""A run depends on what the hooks of the data return, never on how they are written."""
+"""A run depends on the values that data hooks return, not on the way the hooks are written."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tests.golden.uneven_batches import (
     train_plainly,
 )
 
-STEPS = 5  # into the second pass
+STEPS = 5  # training ends in the second pass
 
 
 # ---- The defaults, written in other ways -------------------------------------------------------
@@ -41,7 +41,7 @@ def count_in_steps(batch: Any) -> Any:
 
 
 def return_by_another_name(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Changes nothing."""
+    """Returns the dataset unchanged, under another name."""
     batches = dataset
     return batches
 
@@ -66,9 +66,9 @@ SPELLINGS: dict[str, dict[str, Callable[..., Any]]] = {
 def test_spelling_of_defaults_changes_nothing(
     train: engine.Train, devices: int, last_batch: str
 ) -> None:
-    """The weights are the same bit for bit, and so are the specifications and the traces.
+    """The weights are the same bit for bit, and so are the element specs and the number of traces.
 
-    On three devices, the shapes of elements tell their number of rows.
+    On three devices, the static shapes of the elements include the number of rows.
     """
 
     def make_elements() -> tf.data.Dataset:
@@ -86,7 +86,7 @@ def test_spelling_of_defaults_changes_nothing(
         more = {"steps": STEPS, "last_batch": last_batch, "run_name": name.replace(" ", "-")}
         return train_on(train, hooks, devices, 32, **more), traces
 
-    keras.utils.set_random_seed(SEED)  # A shuffle is seeded where it is defined.
+    keras.utils.set_random_seed(SEED)  # The shuffle reads the global seed when it is defined.
     default, traces = run("left out", {})
     batches = batches_of(shuffled(98), 32, last_batch)
     plain_hooks = small.hooks(input_pre=lambda batch: batch[0])
@@ -103,7 +103,7 @@ def test_spelling_of_defaults_changes_nothing(
 
 
 def make_graphs(sizes: list[int]) -> tf.data.Dataset:
-    """Elements of 8 graphs, which have as many nodes in all as ``sizes`` say."""
+    """Returns elements of 8 graphs, each with the given total number of nodes."""
     random = tf.random.Generator.from_seed(1)
     elements = [(random.normal([size, small.FEATURES]), tf.zeros([8, 1])) for size in sizes]
     spec = (tf.TensorSpec([None, small.FEATURES]), tf.TensorSpec([None, 1]))
@@ -111,7 +111,7 @@ def make_graphs(sizes: list[int]) -> tf.data.Dataset:
 
 
 def test_element_that_contradicts_the_first_is_refused(train: engine.Train) -> None:
-    """The first element has a node for each graph: rows, as far as one can tell."""
+    """In the first element, each graph has one node, so nodes cannot be distinguished from rows."""
     hooks = small.hooks(
         create_dataset=lambda: make_graphs([8, 8, 8, 11, 8]),
         count_examples=lambda batch: tf.shape(batch[1])[0],
@@ -130,7 +130,7 @@ def test_element_that_contradicts_the_default_is_refused(train: engine.Train) ->
 
 
 def select_rows(dataset: tf.data.Dataset, per_replica_batch_size: int) -> tf.data.Dataset:
-    """Batches whose last entries have a row only where the first feature is positive."""
+    """Returns batches whose last entries contain only the rows with a positive first feature."""
 
     def select(inputs: tf.Tensor, target: tf.Tensor) -> Any:
         is_selected = inputs[:, 0] > 0

@@ -9,6 +9,22 @@ from tests.golden.engine import Command
 FLAGS = ("--steps=8", "--batch-size=16", "--run-name=a", "--ckpt-every=4")
 PAGE = (ROOT / "docs" / "errors.md").read_text("utf-8")
 
+LABELS_OUT_OF_RANGE = """
+def create_dataset(global_batch_size):
+    x = np.zeros([64, 5], "float32")
+    y = np.full([64], 9)
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(global_batch_size)
+
+
+def create_model():
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+
+
+def create_loss():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    return lambda pair: loss(pair[1], pair[0])
+"""
+
 
 def hide_lines(message: str) -> str:
     """Returns a message without the numbers of lines, which depend on the rest of the file."""
@@ -34,6 +50,23 @@ def test_mistakes_in_hooks_have_the_messages_that_are_shown(
         assert hide_lines(outcome.err) == hide_lines(read_block("text", section))
 
 
+def test_the_first_message_is_that_of_a_misspelt_argument(tmp_path: Path, command: Command) -> None:
+    misspelt = "def input_pre(bacth):\n    return bacth[0]\n"
+    (tmp_path / "callbacks.py").write_text(f"{small.CALLBACKS}\n\n{misspelt}")
+    outcome = command("train", *FLAGS)
+    introduction, _, _ = PAGE.partition("\n## Hooks\n")
+    assert hide_lines(outcome.err) == hide_lines(read_block("text", introduction))
+
+
+def test_the_remedy_for_wrong_labels_is_quoted(tmp_path: Path, command: Command) -> None:
+    """The page quotes the end of the message about labels that the model has no output for."""
+    (tmp_path / "callbacks.py").write_text(f"{small.CALLBACKS}\n\n{LABELS_OUT_OF_RANGE}")
+    outcome = command("train", *FLAGS)
+    assert outcome.code == 1
+    (remedy,) = re.findall(r"; (the model needs .*? 0), after step", outcome.err)
+    assert f"*{remedy}*" in " ".join(PAGE.split())
+
+
 def test_mistakes_in_settings_have_the_messages_that_are_shown(
     tmp_path: Path, command: Command
 ) -> None:
@@ -46,7 +79,8 @@ def test_mistakes_in_settings_have_the_messages_that_are_shown(
         ("evaluate", "a"),
     )
     _, _, rest = PAGE.partition("\n## Settings and commands\n")
-    messages = re.findall(r"^error: .*\n", rest, re.MULTILINE)
-    for words, message in zip(mistakes, messages, strict=True):
+    rows = re.findall(r"^`(.+?)` \| ", rest, re.MULTILINE)
+    assert len(rows) == len(mistakes)
+    for words, row in zip(mistakes, rows, strict=True):
         outcome = command(*words)
-        assert (outcome.code, outcome.err) == (2, message)
+        assert (outcome.code, outcome.err.strip()) == (2, f"error: {row}")

@@ -1,4 +1,4 @@
-"""A run that goes on from any step of two passes is the whole run, bit for bit."""
+"""A run that resumes from any step of two passes equals the uninterrupted run, bit for bit."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ EXAMPLES, BATCH = 45, 8
 
 
 def create_dataset(per_replica_batch_size: int, config: Any) -> tf.data.Dataset:
-    """Five whole batches a pass, and five examples that ``last_batch`` keeps or leaves out."""
+    """Returns five whole batches per pass, and five examples that ``last_batch`` keeps or drops."""
     inputs, target = (array[:EXAMPLES] for array in small.data())
     examples = tf.data.Dataset.from_tensor_slices((inputs, target)).shuffle(20, seed=3)
     scaled = examples.map(lambda x, y: (x * 1.1, y), num_parallel_calls=2)
@@ -30,9 +30,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", small.slow_but("kept", of=SETTINGS))
 def test_resumed_after_every_step_of_two_passes(train_small: engine.Train, name: str) -> None:
-    """Each fork begins with the checkpoint of another step, and trains to the same end.
+    """Forks from the checkpoints of different steps end with the same weights.
 
-    Of settings whose passes are read alike, only the steps around the end of one.
+    One setting is tested at every step. The passes of the others are read in the same way, so only
+    the steps around the end of a pass are tested.
     """
     settings = {"batch_size": BATCH, "log_every": 1000, **SETTINGS[name]}
     hooks = small.hooks(create_dataset=create_dataset)
@@ -46,7 +47,7 @@ def test_resumed_after_every_step_of_two_passes(train_small: engine.Train, name:
 
 
 def test_the_order_is_another_in_each_pass(train_small: engine.Train) -> None:
-    """Or the test above would hold of a run that begins each pass alike."""
+    """Passes differ in their order. Otherwise, the test above could not detect a repeated pass."""
     seen: list[np.ndarray] = []
     hooks = small.hooks(
         create_dataset=create_dataset, every_steps={1: lambda batch: seen.append(batch[0].numpy())}

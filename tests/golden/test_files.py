@@ -1,4 +1,4 @@
-"""The files of a run: their names, what is in them, and that other programs can read them."""
+"""A run has files with known names and contents, and other programs can read them."""
 
 import json
 import shutil
@@ -44,13 +44,13 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def trained_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project as the first test trained it; there is none before."""
+    """Returns the path of a trained project, which does not exist before ``run`` is first used."""
     return tmp_path_factory.mktemp("trained") / "project"
 
 
 @pytest.fixture
 def run(tmp_path: Path, command: Command, trained_project: Path) -> Path:
-    """A run in the folder of the test, which may change it."""
+    """Returns the folder of a run, in a copy of the project that the test may change."""
     if trained_project.exists():
         shutil.copytree(trained_project, tmp_path, dirs_exist_ok=True)
     else:
@@ -63,7 +63,7 @@ def run(tmp_path: Path, command: Command, trained_project: Path) -> Path:
 
 
 def trained(steps: int) -> tuple[keras.Model, keras.optimizers.Optimizer]:
-    """The same training without the engine."""
+    """Returns a model and its optimizer after the same training without the engine."""
     optimizer = keras.optimizers.SGD(small.RATE, momentum=0.5)
     return small.plain(steps, optimizer=optimizer), optimizer
 
@@ -73,7 +73,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 def test_files_of_a_run(run: Path) -> None:
-    """Its settings, hooks, log, values, surroundings, checkpoints and summaries."""
+    """A run saves its settings, hooks, log, values, environment, checkpoints and summaries."""
     names = {"config.yaml", "callbacks.py", "train.log", "metrics.jsonl", "env.json", "ckpt", "tb"}
     assert names <= {path.name for path in run.iterdir()}
     assert (run / "callbacks.py").read_text() == SOURCE
@@ -98,7 +98,8 @@ def test_files_of_a_run(run: Path) -> None:
     assert surroundings["versions"]["ctl_core"] == ctl_core.__version__
     assert {"python", "keras", "numpy"} <= {*surroundings["versions"]}
 
-    # What pip takes, but for the engine, which no index has, and the tools of an environment.
+    # pip can install these requirements. They exclude the engine, which no package index has, and
+    # the tools that every environment has.
     _, *packages = (run / "requirements.txt").read_text().splitlines()
     names = {Requirement(package).name.lower() for package in packages}
     assert f"numpy=={np.__version__}" in packages and {"keras", "pyyaml"} <= names
@@ -109,7 +110,7 @@ def test_files_of_a_run(run: Path) -> None:
 
 
 def test_values_of_a_run(run: Path) -> None:
-    """metrics.jsonl has a line for each report; TensorBoard has the same by step and name."""
+    """metrics.jsonl has a line for each report, and TensorBoard has the same values."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     values: dict[str, dict[tuple[int, str], float]] = {"train": {}, "eval": {}}
     for line in lines:
@@ -137,13 +138,14 @@ def test_values_of_a_run(run: Path) -> None:
 
 
 def test_a_checkpoint_is_read_without_the_engine(run: Path) -> None:
-    """Into a fresh model and optimizer, which are the plain loop's."""
+    """A fresh model and optimizer can load a checkpoint, and then equal those of a plain loop."""
     assert {path.name for path in (run / "ckpt").glob("ckpt-*.index")} == {
         f"ckpt-{step}.index" for step in (2, 4, 6)
     }
     assert tf.train.latest_checkpoint(str(run / "ckpt")) == str(run / "ckpt" / "ckpt-6")
     for step in (4, 6):
-        # The rate is a variable beside the optimizer, which holds none of its own then.
+        # With a function as its learning rate, the optimizer has no variable for it. In the
+        # checkpoint, the rate is saved separately.
         model, optimizer = small.create_model(), keras.optimizers.SGD(lambda: 0.05, momentum=0.5)
         optimizer.build(model.trainable_variables)
         model.set_weights([0 * weight for weight in model.get_weights()])
@@ -162,7 +164,7 @@ def test_a_checkpoint_is_read_without_the_engine(run: Path) -> None:
 def test_predictions_and_exports_are_read_without_the_engine(
     run: Path, tmp_path: Path, command: Command
 ) -> None:
-    """Of the newest checkpoint and of one that is named; an export replaces none."""
+    """Predictions use the newest checkpoint or a given one, and each export is a new version."""
     (inputs, _), (model, _) = small.data(), trained(6)
     assert command("predict", "--run-name=a").code == 0
     with np.load(run / "predictions.npz") as file:
@@ -212,7 +214,10 @@ def create_model():
 def test_an_export_holds_tables_of_the_file_and_of_a_function(
     tmp_path: Path, command: Command
 ) -> None:
-    """Clients send what the model depends on: words, without the labels that are checked."""
+    """Clients send the words only, because the output does not depend on the labels.
+
+    The hook uses the labels in an assertion.
+    """
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + WORDS)
     assert command("train", *FLAGS).code == 0
     outcome = command("export", "--run-name=a")

@@ -1,4 +1,4 @@
-"""State that hooks hide, and what is left of a run: all of it is kept, or refused in one line."""
+"""Hidden state of hooks, and the files of interrupted runs, are restored or refused in one line."""
 
 import shutil
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from tests.golden import compare, engine, small
 SETTINGS: dict[str, Any] = small.settings(9, ckpt_every=3, log_every=1000)
 
 
-# ---- Hidden in hooks ---------------------------------------------------------------------------
+# ---- State that is hidden in hooks -------------------------------------------------------------
 
 
 class LayerDrop(keras.layers.Layer):
-    """Leaves Dropout out by a coin of each replica, so that these draw unequally often."""
+    """Tosses a coin on each replica to decide whether Dropout draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class LayerDrop(keras.layers.Layer):
 
 
 class ListLoss:
-    """Weighs examples by a variable in a list in a list, which it changes at each step."""
+    """Weights examples by a variable in a nested list, which changes in each step."""
 
     def __init__(self) -> None:
         self.parts = [[tf.Variable(1.0, trainable=False)]]
@@ -44,10 +44,11 @@ class ListLoss:
 
 
 def hide() -> tuple[SimpleNamespace, Callable[[], list[Any]]]:
-    """Returns hooks that keep all they make where nothing looks for it; and what they made.
+    """Returns hooks that hide their state, and a function that returns this state.
 
-    Layers are in a dict of a plain object, a variable is in a closure, a loss has another in lists,
-    generators are made when update_pre is called first, one of them by Keras itself.
+    Layers are in a dict of a plain object, one variable is in a closure, and the loss has another
+    one in nested lists. Generators are created when ``update_pre`` is first called, one of them by
+    Keras.
     """
     plain = SimpleNamespace()
     created: dict[str, Any] = {}
@@ -81,7 +82,10 @@ def hide() -> tuple[SimpleNamespace, Callable[[], list[Any]]]:
 
 
 def hide_outside() -> tuple[SimpleNamespace, Callable[[], list[Any]]]:
-    """Returns hooks whose loss changes a variable that is there before any of them runs."""
+    """Returns hooks whose loss changes a variable that exists before any hook runs.
+
+    The second value is a function that returns the variable.
+    """
     variable = tf.Variable(0.0, trainable=False, name="count")
 
     def loss(pair: Any) -> Any:
@@ -120,7 +124,7 @@ def test_variable_that_replicas_would_share_is_refused(train: engine.Train) -> N
 def test_written_lookup_table_outside_the_checkpoint_is_refused(
     train: engine.Train, returned: int
 ) -> None:
-    """Also beside another one that create_ckpt returns."""
+    """The table is refused even if ``create_ckpt`` saves another table."""
     tables: list[Any] = []
     key = tf.constant([1], tf.int64)
 
@@ -145,7 +149,7 @@ def test_written_lookup_table_outside_the_checkpoint_is_refused(
 
 
 class Encoder(tf.Module):
-    """Three features, by a table and a variable."""
+    """Computes three features from a lookup table and a variable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +164,7 @@ class Encoder(tf.Module):
 
 
 class OnEncoder(keras.Model):
-    """A head that is trained, on what a SavedModel returns."""
+    """A trained head on the output of a SavedModel."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
@@ -187,7 +191,11 @@ def read_as_layer(folder: str) -> keras.Layer:
 def test_model_that_holds_a_saved_model_resumes(
     train: engine.Train, runs: Path, tmp_path: Path, is_of_keras: bool, read: Any, devices: int
 ) -> None:
-    """Whose parts have names that TensorFlow uses itself."""
+    """A run whose model contains a SavedModel resumes bit for bit.
+
+    TensorFlow itself uses the names of the SavedModel's parts, which must not disturb the
+    checkpoint.
+    """
     folder = str(tmp_path / "encoder")
     if is_of_keras:
         small.create_model().export(folder, verbose=False)
@@ -206,13 +214,13 @@ def test_model_that_holds_a_saved_model_resumes(
     compare.assert_close(whole.train_model.head.weights, plain.head.weights)
 
 
-# ---- What is left of a run ---------------------------------------------------------------------
+# ---- Files of interrupted or older runs --------------------------------------------------------
 
 WRITES = ("engine/input-6-*", "ckpt-6.*", "engine/ckpt-6.[!j]*", "engine/ckpt-6.json")
 
 
 def test_checkpoint_counts_only_with_its_record(train: engine.Train, runs: Path) -> None:
-    """Without the last of them, the record, it is no checkpoint."""
+    """A checkpoint is used only if its record exists, a JSON file that is written last."""
     examples = tf.data.Dataset.from_tensor_slices(small.data())
     hooks = small.hooks(
         create_dataset=lambda: examples.shuffle(20, seed=3).batch(7),
@@ -240,7 +248,7 @@ def read_model(path: Path) -> keras.Model:
 
 
 def test_run_of_engine_0_4_is_refused(tmp_path: Path, command: engine.Command) -> None:
-    """Refused, and left as it is; another run begins with its weights."""
+    """A run of engine 0.4 is refused and not changed, but a new run can start with its weights."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     words = ("train", "--batch-size=16", "--learning-rate=0.05")
     runs = tmp_path / "runs"
@@ -260,10 +268,11 @@ def test_run_of_engine_0_4_is_refused(tmp_path: Path, command: engine.Command) -
 
 @pytest.mark.parametrize("run_name", ["rows", "widths"])
 def test_run_of_engine_1_0_resumes(tmp_path: Path, command: engine.Command, run_name: str) -> None:
-    """With the weights, slots and random numbers of a run that this engine trained in one go.
+    """A run of engine 1.0 resumes with the same weights, slots and random numbers.
 
-    Batches of other widths each are checked by a stage that 1.0 did not have, so that the position
-    that it saved does not fit; reading from the start leads to the same example.
+    These are compared with a run that this engine trains without interruption. In ``widths``,
+    elements differ in width. They pass a stage that 1.0 did not have, so that the saved position of
+    the data cannot be restored. Reading again from the start must reach the same example.
     """
     golden = Path(__file__).parent
     runs = shutil.copytree(golden / "runs_of_1.0", tmp_path / "runs")
@@ -284,11 +293,11 @@ def test_run_of_engine_1_0_resumes(tmp_path: Path, command: engine.Command, run_
 
 
 def test_variable_that_a_host_hook_creates_while_training_is_refused(train: engine.Train) -> None:
-    """No restore could know it: another process makes it only when the hook runs."""
+    """A resumed process could not restore the variable, which the hook creates too late."""
     kept: list[tf.Variable] = []
 
     def follow(train_model: Any) -> None:
-        tf.Variable(1.0)  # one that is gone with the hook is nobody's state
+        tf.Variable(1.0)  # The hook does not keep this variable, so it is not state.
         if train_model.optimizer_steps > 3:
             kept.append(tf.Variable(0.0, name="average"))
 

@@ -1,4 +1,4 @@
-"""What hooks may do: change the learning rate, write summaries, keep state, end, restore, begin."""
+"""Hooks may change the learning rate, write summaries, keep state, stop and restore."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def test_a_product_of_lr_follows_it(train_small: engine.Train, factor: Any) -> N
 
 
 def test_a_schedule_and_a_warm_up(train_small: engine.Train) -> None:
-    """Each step is made with the rate that hooks of the graph get."""
+    """Each step uses the learning rate that hooks in the graph receive."""
 
     def note(batch: Any, lr: Any) -> Any:
         tf.summary.scalar("lr", lr)
@@ -38,7 +38,7 @@ def test_a_schedule_and_a_warm_up(train_small: engine.Train) -> None:
 
 
 def read_summaries(run: Path, tag: str) -> list[float]:
-    """Returns the values of a scalar summary of training, by their steps."""
+    """Returns the values of a scalar summary of training, in the order of the steps."""
     summaries = {
         event.step: float(tf.make_ndarray(value.tensor))
         for file in (run / "tb" / "train").glob("events.out.tfevents.*")
@@ -51,7 +51,7 @@ def read_summaries(run: Path, tag: str) -> list[float]:
 
 
 def test_summaries_in_hooks_of_the_graph(train_small: engine.Train) -> None:
-    """Each step once, with its number, whatever the devices, also where a run goes on."""
+    """Each step writes one summary with its number, on any devices and after a restart."""
 
     def update_pre(gradients: Any, step: Any) -> Any:
         tf.summary.scalar("step", tf.cast(step, tf.float32))
@@ -105,7 +105,10 @@ def test_arguments_may_be_named_in_any_order(train_small: engine.Train) -> None:
     ids=str,
 )
 def test_variables_are_those_of_the_gradients(train_small: engine.Train, how: Any) -> None:
-    """Also where a layer is frozen on the way: each has moved by its gradient, and no other has."""
+    """Hooks receive the trained variables, each of which moved by its gradient.
+
+    This is true even after a hook has frozen a layer.
+    """
     before: dict[str, np.ndarray] = {}
     moved: list[list[str]] = []
 
@@ -147,7 +150,7 @@ def momentum(lr: Any) -> keras.Optimizer:
 
 @pytest.mark.slow
 def test_hooks_restore_and_keep_checkpoints_by_themselves(train_small: engine.Train) -> None:
-    """``create_ckpt`` says how many are kept; ``ckpt.restore`` goes back, weights and moments."""
+    """``create_ckpt`` limits the number of checkpoints; ``ckpt.restore`` restores the weights."""
 
     def create_ckpt(ckpt_path: str, step: Any, lr: Any, optimizer: Any, train_model: Any) -> Any:
         ckpt = tf.train.Checkpoint(step=step, lr=lr, optimizer=optimizer, train_model=train_model)
@@ -174,7 +177,7 @@ def test_hooks_restore_and_keep_checkpoints_by_themselves(train_small: engine.Tr
 
 
 def test_create_dataset_is_called_twice_at_most(train_small: engine.Train) -> None:
-    """Also where a pass is counted, and a loss of one number tried, before training."""
+    """``create_dataset`` is not called again to count a pass or to test a scalar loss."""
     calls: list[int] = []
 
     def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
@@ -190,7 +193,7 @@ def test_create_dataset_is_called_twice_at_most(train_small: engine.Train) -> No
 
 
 class Noise(keras.layers.Layer):
-    """Dropout, and beside it noise of a generator of its own."""
+    """Concatenates the input after Dropout with the input plus noise from a separate generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,12 +216,11 @@ def test_replicas_that_a_hook_restores_keep_random_numbers_of_their_own(
         at_step={4: lambda manager: manager.restore()},
     )
     train_small(hooks, virtual_devices=2, ckpt_every=2)
-    for output in seen:  # of a replica's rows, then of the other's
+    for output in seen:  # the first 8 rows are from one replica, the last 8 from the other
         assert (output[:8] != output[8:]).any(axis=0).all()
 
 
 def test_hooks_see_variables_as_numbers_on_any_devices(train_small: engine.Train) -> None:
-    """On two devices as on one."""
     numbers = []
 
     def look(optimizer: Any, train_model: Any) -> None:
@@ -239,7 +241,7 @@ def test_hooks_see_variables_as_numbers_on_any_devices(train_small: engine.Train
 
 
 def test_a_loss_that_is_a_function_may_stand_in_a_checkpoint(train_small: engine.Train) -> None:
-    """Also with all that hooks may ask of the manager."""
+    """If a function is the loss in a checkpoint, hooks can still restore and list checkpoints."""
 
     def create_ckpt(
         ckpt_path: str, step: Any, lr: Any, optimizer: Any, train_model: Any, train_loss: Any
@@ -265,7 +267,7 @@ def test_a_loss_that_is_a_function_may_stand_in_a_checkpoint(train_small: engine
 
 @pytest.mark.slow
 def test_fork_and_init_from(train_small: engine.Train) -> None:
-    """A fork goes on with data and moments, ``init_from`` begins with the weights alone."""
+    """A fork continues with the data and the momenta; ``init_from`` loads only the weights."""
     hooks = small.hooks(create_opt=momentum)
     whole = train_small(hooks, steps=9, run_name="whole", ckpt_every=4)
     forked = train_small(hooks, steps=9, run_name="forked", fork="whole@4")

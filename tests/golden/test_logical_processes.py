@@ -1,4 +1,4 @@
-"""``logical_replicas`` on several processes: the bits of one device, in all that is saved."""
+"""Runs with ``logical_replicas`` on several processes save the bits of a run on one device."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,15 @@ from tests.golden import compare, engine
 from tests.golden.logical_cluster import PROGRAMS, train_program
 
 STEPS = 9
-# The starts of a run: a name, the number of processes, the devices of each, and the step of a kill.
+# The starts of a run. Each has a name, a number of processes, the devices per process, and the step
+# after which it is killed.
 STARTS = (("two", 2, 1, 3), ("three", 3, 1, 5), ("two_by_two", 2, 2, 7), ("four", 4, 1, 8))
 QUICK = ("noisy", "elements")
 CHANGING = [name for name in PROGRAMS if name not in QUICK]
 
 
 def assert_same_run(run: Path, expected: Path, step: int) -> None:
-    """Compares bits: all that is saved of a step, and the values of all evaluations."""
+    """Asserts that two runs have saved the same bits at a step, and all the same evaluations."""
     compared = 0
     for subfolder in ("", "engine"):
         saved, others = (read_saved(folder, step, subfolder) for folder in (run, expected))
@@ -36,7 +37,7 @@ def assert_same_run(run: Path, expected: Path, step: int) -> None:
 
 
 def read_saved(run: Path, step: int, subfolder: str) -> dict[str, Any]:
-    """Returns the variables of a checkpoint, but for the checksum of the data of a cluster."""
+    """Returns the variables of a checkpoint, without the checksum of the data in a cluster."""
     saved = compare.read_checkpoint(run, step, subfolder)
     return {key: value for key, value in saved.items() if "create_dataset.Sdigest" not in key}
 
@@ -53,7 +54,7 @@ def list_evaluations(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of runs of two processes that were killed after step 3 of 4, and went on."""
+    """Returns the folder of runs on two processes, and of their copies after a kill at step 3."""
     folder = tmp_path_factory.mktemp("quick")
     words = (str(folder), "two", "killed", "1", "3", "4", *QUICK)
     engine.run_cluster(folder, "tests.golden.logical_cluster", *words)
@@ -72,9 +73,10 @@ def test_two_processes_end_with_the_bits_of_one_device_and_resumed_on_three(
 
 @pytest.fixture(scope="module")
 def changing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of runs on other processes at each start, from where a kill left the one before.
+    """Returns the folder of runs on a different cluster at each start.
 
-    Each start trains to the end, too.
+    Each start resumes from the state that a kill of the previous one would leave, and trains to the
+    end.
     """
     folder = tmp_path_factory.mktemp("changing")
     next_starts = [start for start, *_ in STARTS[1:]] + ["last"]
@@ -93,7 +95,10 @@ def changing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_number_of_processes_ends_with_the_same_bits(
     changing: Path, start: str, name: str
 ) -> None:
-    """With Adam, which enlarges each difference; resumed on other processes after each kill."""
+    """The bits are the same although Adam amplifies differences.
+
+    Each start resumes on a different number of processes or devices.
+    """
     if start != STARTS[0][0]:
         log = (changing / f"{start}-{name}" / "train.log").read_text()
         assert "resuming at step" in log

@@ -1,4 +1,4 @@
-"""``logical_replicas``: the same bits on any number of devices, compared in all that is saved."""
+"""Runs with ``logical_replicas`` save the same bits on any number of devices."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,10 @@ layers = keras.layers
 
 
 def images() -> tuple[np.ndarray, np.ndarray]:
-    """Returns 100 images of 12 x 12 pixels and a class each; 16 rows do not divide by 6."""
+    """Returns 100 images of 12 × 12 pixels with their classes.
+
+    In batches of 16, the rows cannot be divided evenly between 6 logical replicas.
+    """
     random = np.random.default_rng(0)
     return random.normal(size=(100, 12, 12, 3)).astype("float32"), random.integers(0, 10, 100)
 
@@ -47,7 +50,7 @@ def create_cnn() -> keras.Model:
 
 
 def create_transformer() -> keras.Model:
-    """A Transformer over nine patches of an image."""
+    """Returns a Transformer over nine patches of an image."""
     inputs = keras.Input((12, 12, 3))
     tokens = layers.Reshape((9, 16))(layers.Conv2D(16, 4, strides=4)(inputs))
     attention = layers.MultiHeadAttention(2, 8, dropout=0.2)
@@ -82,17 +85,17 @@ def make_hooks(model: str, **replaced: Any) -> SimpleNamespace:
 
 
 def train(hooks: SimpleNamespace, runs: Path, name: str, **settings: Any) -> ctl_core.State:
-    """Trains a run, which is evaluated after every second step."""
+    """Trains a run that is evaluated after every second step."""
     return engine.train(
         hooks, runs, **{"run_name": name, "ckpt_every": 0, "eval_every": 2, "seed": 7, **settings}
     )
 
 
 def assert_equal(state: ctl_core.State, expected: ctl_core.State, more_than: int = 5) -> None:
-    """Compares bits: all that is saved of the last step, and all values of metrics.jsonl.
+    """Asserts that two runs have reported the same values, and saved the same bits at the end.
 
     Args:
-        more_than: the checkpoint has more tensors than this
+        more_than: the number of tensors that the checkpoint has to exceed
     """
     assert list_values(state) == list_values(expected)
     compared = 0
@@ -107,15 +110,15 @@ def assert_equal(state: ctl_core.State, expected: ctl_core.State, more_than: int
 
 
 def list_values(state: ctl_core.State) -> list[dict[str, Any]]:
-    """Returns the values of evaluations, of metrics of training and of ``ctl.report``."""
+    """Returns the values of evaluations, training metrics and ``ctl.report``, without durations."""
     timed = ("time", "seconds", "examples_per_second")
     return [{name: line[name] for name in line if name not in timed} for line in state.history]
 
 
 def test_a_cnn_ends_with_the_same_bits_on_three_devices_and_resumed_on_one(tmp_path: Path) -> None:
-    """Weights, moving statistics, the optimizer, random generators, evaluations."""
+    """Weights, moving statistics, optimizer, generators and evaluations have the same bits."""
     hooks = make_hooks("cnn", create_opt=keras.optimizers.SGD)
-    del hooks.create_metrics  # to be quick; the other tests have metrics
+    del hooks.create_metrics  # makes this test faster; the other tests have metrics
     expected = train(hooks, tmp_path, "one", logical_replicas=LOGICAL_REPLICAS, steps=4)
     train(hooks, tmp_path, "many", logical_replicas=LOGICAL_REPLICAS, virtual_devices=3, steps=2)
     assert_equal(train(hooks, tmp_path, "many", steps=4), expected)
@@ -143,7 +146,10 @@ def test_a_transformer_ends_with_the_same_bits_on_two_devices(tmp_path: Path) ->
 def test_any_number_of_devices_ends_with_the_same_bits(
     model: str, devices: int, tmp_path: Path
 ) -> None:
-    """With Adam, which enlarges each difference; resumed on one device less."""
+    """The bits are the same although Adam amplifies differences.
+
+    The run resumes on one device fewer.
+    """
     hooks = make_hooks(model)
     expected = train(hooks, tmp_path, "one", logical_replicas=LOGICAL_REPLICAS, steps=9)
     train(
@@ -159,7 +165,7 @@ def test_any_number_of_devices_ends_with_the_same_bits(
 
 
 class Noise(keras.Layer):
-    """Adds noise of a generator of TensorFlow."""
+    """Adds noise from a TensorFlow generator."""
 
     def build(self, shape: Any) -> None:
         self.generator = tf.random.Generator.from_seed(5)
@@ -171,7 +177,7 @@ class Noise(keras.Layer):
 
 
 class Counter(keras.Layer):
-    """Writes variables that are equal on all replicas, and one that adds up over them."""
+    """Updates variables that are equal on all replicas, and one that is summed over replicas."""
 
     def build(self, shape: Any) -> None:
         self.calls = tf.Variable(0, trainable=False)
@@ -200,7 +206,7 @@ def create_eval_model(train_model: Any) -> keras.Model:
 
 
 def summarize(batch: Any) -> tf.Tensor:
-    """Writes a summary, which is that of the first logical replica."""
+    """Writes a summary. The engine keeps only that of the first logical replica."""
     tf.summary.scalar("mean", tf.reduce_mean(batch[0]))
     return batch[0]
 
@@ -209,7 +215,7 @@ def unfreeze(train_model: Any) -> None:
     train_model.layers[0].trainable = True
 
 
-# Hooks and settings of programs that train without further ado.
+# For each program: the hooks that it replaces, and its settings.
 PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "frozen": ({"create_model": create_frozen, "at_step": {2: unfreeze}}, {}),
     "summaries": ({"input_pre": summarize}, {}),
@@ -233,7 +239,7 @@ def test_programs_end_with_the_same_bits_on_three_devices(name: str, tmp_path: P
 def train_on_one_and_three(
     runs: Path, replaced: dict[str, Any], **settings: Any
 ) -> list[ctl_core.State]:
-    """Trains a small program on one device, and on three."""
+    """Trains a small program on one device and on three devices."""
     hooks = make_small_hooks(**replaced)
     settings = {"logical_replicas": LOGICAL_REPLICAS, "steps": 4, **settings}
     return [
@@ -246,7 +252,7 @@ def train_on_one_and_three(
 def test_features_end_with_the_same_bits_killed_and_on_other_devices(
     feature: str, tmp_path: Path
 ) -> None:
-    """On one device and on three; a run that is killed on three ends so on two."""
+    """The bits are the same on one device, on three, and if a run on three resumes on two."""
     _, settings = FEATURES[feature]
     hooks = make_feature(feature)
     settings = {
@@ -274,11 +280,9 @@ def test_features_end_with_the_same_bits_killed_and_on_other_devices(
         assert scale < 2**15, "no update was skipped"
 
 
-# The programs of ``tests/golden/programs`` that exchange values between replicas, and the lines
-# that they get.
-NEEDS_ALL = (
-    "needs all replicas at the same moment, but a device computes logical replicas one after"
-)
+# These programs in tests/golden/programs exchange values between replicas, and are refused with
+# these messages.
+NEEDS_ALL = "needs all replicas at the same time, but a device computes logical replicas one after"
 REFUSED = {
     "batch_norm": r"create_model \(basics.py:30\): BatchNormalization .* is synchronized, which",
     "codebook": rf"create_model \(codebook.py:30\): all_reduce {NEEDS_ALL}",
@@ -292,9 +296,10 @@ REFUSED = {
 def test_programs_have_the_weights_of_their_plain_loops_and_the_same_bits(
     name: str, tmp_path: Path
 ) -> None:
-    """On one device and on three. Some are refused, on any number of devices."""
+    """Each program has the same bits on one device and on three, or is refused on both."""
     program = load_program(name)
-    leaves = 4 if name == "two_by_two" else 5  # whose elements have two examples each
+    # with 4 logical replicas, each share has two examples
+    leaves = 4 if name == "two_by_two" else 5
     settings = {**SETTINGS, **program.settings, "logical_replicas": leaves, "seed": 0}
     if name in REFUSED:
         for devices in (1, 3):
@@ -309,8 +314,11 @@ def test_programs_have_the_weights_of_their_plain_loops_and_the_same_bits(
 
 @pytest.mark.slow
 def test_generators_and_written_variables_do_not_depend_on_devices(tmp_path: Path) -> None:
-    """Nor do sums that are exchanged in several buckets, which the devices finish in turn."""
-    wide = 1100  # a kernel of 4.8 MB, more than a bucket
+    """Sums that are exchanged in several buckets do not depend on the number of devices either.
+
+    The devices finish the buckets one by one.
+    """
+    wide = 1100  # a kernel of 4.8 MB, which is larger than a bucket
     counters: list[Counter] = []
 
     def create_model() -> keras.Model:
@@ -326,7 +334,7 @@ def test_generators_and_written_variables_do_not_depend_on_devices(tmp_path: Pat
 
 @pytest.mark.slow
 def test_runs_that_start_from_another_run_do_not_depend_on_devices(tmp_path: Path) -> None:
-    """A fork has logical replicas of its own."""
+    """The source run has a different number of logical replicas."""
     source, _ = train_on_one_and_three(tmp_path / "source", {}, logical_replicas=4)
     for setting in ("fork", "init_from"):
         one, three = train_on_one_and_three(
@@ -345,13 +353,13 @@ def test_a_variable_that_differs_is_named(tmp_path: Path) -> None:
             return values
 
     hooks = small.hooks(create_model=lambda: small.model_with(Sum()))
-    line = r"in step 1, the forward pass writes different values to sequential\S*/total on"
+    line = r"in step 1, the forward pass assigns different values to sequential\S*/total on"
     with pytest.raises(ctl_core.RunError, match=line):
         train(hooks, tmp_path, "run", logical_replicas=2, steps=3)
 
 
 def test_hooks_count_logical_replicas(tmp_path: Path) -> None:
-    """``update_pre`` and ``update_post`` are called as logical replica 0."""
+    """``update_pre`` and ``update_post`` are called in the context of logical replica 0."""
     seen: list[tuple[str, int, int]] = []
 
     def note(hook: str) -> None:
@@ -381,7 +389,10 @@ def test_hooks_count_logical_replicas(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_without_noise_is_that_of_a_plain_loop(tmp_path: Path) -> None:
-    """Weights and evaluations; clipping clips the sum, and has the same bits on each device."""
+    """The weights and evaluations are those of a plain loop, which clips the summed gradient.
+
+    On one device and on three, the bits are the same.
+    """
     hooks = small.hooks(
         update_pre=clip,
         create_eval_dataset=small.create_eval_dataset,
@@ -407,7 +418,7 @@ def test_a_run_without_noise_is_that_of_a_plain_loop(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_logical_replicas_see_their_index_and_host_hooks_get_all_rows(tmp_path: Path) -> None:
-    """The rows are in the order of the batch, and outputs depend on the index."""
+    """Host hooks get the rows in the batch's order. The outputs depend on the replica index."""
     seen: list[Any] = []
 
     def look(output: Any, batch: Any) -> None:
@@ -415,7 +426,8 @@ def test_logical_replicas_see_their_index_and_host_hooks_get_all_rows(tmp_path: 
 
     def input_pre(batch: Any) -> Any:
         context = tf.distribute.get_replica_context()
-        if tf.get_static_value(context.replica_id_in_sync_group) is None:  # not while it is built
+        # the replica index is static only while the model is built
+        if tf.get_static_value(context.replica_id_in_sync_group) is None:
             assert context.num_replicas_in_sync == LOGICAL_REPLICAS
         index = tf.cast(context.replica_id_in_sync_group, tf.float32)
         return tf.concat([batch[0][:, :4], tf.fill([tf.shape(batch[0])[0], 1], index)], axis=1)

@@ -1,8 +1,13 @@
-"""The commonest mistakes: a line of at most 30 words that names hook, line or setting, a code, and
-nothing trained.
+"""Common mistakes end in one line of at most 30 words that names the place of the mistake.
 
-Each case is what a user adds to callbacks.py of a project that trains, the line to be named marked
-by ``# here``, or words of the command line; after its name and an arrow stand words of the message.
+The place is a hook, a source line or a setting. Mistakes in hooks, settings, files and commands are
+found before anything is trained, and the exit code is 2. An exception while training gives the exit
+code 1.
+
+The cases of hooks are code that a user adds to the callbacks.py of a working project. After the
+name and the arrow of a case come words that the message must contain. The message must also name
+the line marked with ``# here``. The cases of settings are flags, a config.yaml or environment
+variables.
 """
 
 import re
@@ -40,6 +45,9 @@ def create_dataset():  # here
 == create_dataset returns single examples -> create_dataset | batch(
 def create_dataset():  # here
     return tf.data.Dataset.range(99)
+== create_dataset returns single examples with a scalar label -> create_dataset | batch(
+def create_dataset():  # here
+    return tf.data.Dataset.from_tensor_slices((np.zeros([40, 5]), np.zeros([40])))
 == create_dataset returns an extension type -> create_dataset | Spec | tensors
 class Masked(tf.experimental.BatchableExtensionType):
     values: tf.Tensor
@@ -84,7 +92,7 @@ class Net(keras.Model):
     def call(self, x):
         return tf.matmul(x, self.weight)
 create_model = Net
-== variables are overwritten with their gradients -> grad_pre | inputs_scale | overwritten
+== variables are overwritten with their gradients -> grad_pre | inputs_scale | overwrites
 def create_model():
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(8), keras.layers.Dense(1)])
     model.layers[0].quantize("float8")
@@ -183,7 +191,7 @@ def create_opt(lr):  # here
 == create_opt returns a class -> create_opt | class Adam | optimizer
 def create_opt():  # here
     return keras.optimizers.Adam
-== an optimizer is made outside of the hook -> create_opt | made before
+== an optimizer is made outside of the hook -> create_opt | created before
 made = keras.optimizers.SGD(0.1)
 def create_opt():  # here
     return made
@@ -231,7 +239,7 @@ def create_metrics():  # here
 == create_ckpt returns no manager -> create_ckpt | 2 | manager
 def create_ckpt(step):  # here
     return tf.train.Checkpoint(step=step)
-== a single checkpoint, which a kill at the next would cost -> create_ckpt | 2 or more
+== a single checkpoint, which a kill at the next would cost -> create_ckpt | at least 2
 def create_ckpt(ckpt_path, train_model):  # here
     ckpt = tf.train.Checkpoint(train_model=train_model)
     return ckpt, tf.train.CheckpointManager(ckpt, ckpt_path, max_to_keep=1)
@@ -275,7 +283,7 @@ def assert_nothing_trained(folder: Path) -> None:
 
 
 def test_the_project_trains(tmp_path: Path, command: Command) -> None:
-    """Otherwise the tests below would test nothing."""
+    """The project trains without a mistake; otherwise, the tests below would prove nothing."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     outcome = command("train", *FLAGS)
     assert (outcome.code, outcome.err) == (0, "")
@@ -292,7 +300,7 @@ def test_mistakes_in_hooks(tmp_path: Path, command: Command, case: str) -> None:
     assert_nothing_trained(tmp_path)
 
 
-# Words of the command line, config.yaml, the environment, and words of the message.
+# Command-line flags, config.yaml, environment variables, and words of the expected message.
 Setting = tuple[tuple[str, ...], str, dict[str, str], tuple[str, ...]]
 SETTINGS: dict[str, Setting] = {
     "a misspelt flag": (("--bacth-size=8",), "", {}, ("--bacth-size", "'--batch-size'")),
@@ -307,7 +315,7 @@ SETTINGS: dict[str, Setting] = {
         (), "", {"CTL_SEED": "many"}, ("CTL_SEED", "whole number", "'many'"),
     ),
     "a fraction": (("--steps=3.5",), "", {}, ("steps", "whole number", "3.5")),
-    "out of range": (("--batch-size=0",), "", {}, ("batch_size", "from 1 up", "0")),
+    "out of range": (("--batch-size=0",), "", {}, ("batch_size", "at least 1", "0")),
     "a rate of zero": (("--learning-rate=0",), "", {}, ("learning_rate", "above 0", "0")),
     "none of the words": (
         ("--precision=half",), "", {}, ("precision", "float32", "bfloat16", "'half'"),
@@ -336,7 +344,7 @@ def test_a_misspelt_variable_is_a_warning(tmp_path: Path, command: Command) -> N
     assert outcome.code == 0 and "CTL_BATCHSIZE" in warning and "'CTL_BATCH_SIZE'" in warning
 
 
-# A whole callbacks.py, and words of the message.
+# The contents of callbacks.py, and words of the expected message.
 FILES = {
     "x = 1\ndef f(:\n": ("callbacks.py:2", "SyntaxError"),
     "def f():\npass\n": ("callbacks.py:2", "IndentationError"),
@@ -356,7 +364,7 @@ def test_a_callbacks_file_that_cannot_be_used(
 
 
 def test_mistakes_in_commands(tmp_path: Path, command: Command) -> None:
-    """Without hooks; of another name; without a length; for a run that is not there."""
+    """The mistakes are: no callbacks.py, an unknown command, no number of steps, an unknown run."""
     assert_one_line(command("train", *FLAGS), 2, "callbacks.py")
     assert_one_line(command("trian"), 2, "'trian'", "'train'")
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
@@ -369,11 +377,11 @@ def test_mistakes_in_commands(tmp_path: Path, command: Command) -> None:
 
 
 def test_a_model_that_is_made_outside_of_the_hooks(tmp_path: Path, command: Command) -> None:
-    """On one device it is as good as any; on two, it would be on neither."""
+    """On one device, the model works. On two, it is refused, because no strategy created it."""
     lines = "model = small.create_model()\ncreate_model = lambda: model\n"
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + lines)
     outcome = command("train", *FLAGS, "--virtual-devices=2")
-    assert_one_line(outcome, 2, "hidden/kernel", "made outside of the hooks")
+    assert_one_line(outcome, 2, "hidden/kernel", "created outside the hooks")
     assert_nothing_trained(tmp_path)
     assert command("train", *FLAGS).code == 0
 
@@ -439,13 +447,13 @@ def create_dataset():  # here
 )
 
 
-# One in the process, one in the graph, one in the data.
+# One exception in a host hook, one in the graph and one in the data.
 QUICK = ("a hook of the host", "an op of a hook of the graph", "a reader")
 
 
 @pytest.mark.parametrize("case", small.slow_but(*QUICK, of=RUNNING))
 def test_an_exception_while_training(tmp_path: Path, command: Command, case: str) -> None:
-    """Code 1; the traceback is in the log; the run goes on once the mistake is mended."""
+    """The exit code is 1, the log has the traceback, and the corrected project resumes the run."""
     code, words = RUNNING[case]
     source = small.CALLBACKS + code + "\n"
     (tmp_path / "callbacks.py").write_text(source)

@@ -1,4 +1,4 @@
-"""What models of all kinds may rely on: training mode, late variables, frozen layers, averages."""
+"""Models of all kinds have a training mode, late variables, frozen layers and averaged weights."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.golden import compare, engine, small
 
 
 class Wrapped(tf.Module):
-    """A model that takes no ``training``, around Keras layers."""
+    """A model around Keras layers that has no ``training`` argument."""
 
     def __init__(self, net: keras.Model) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Wrapped(tf.Module):
 
 
 class NoArgument(keras.Model):
-    """A Keras model of one's own whose ``call`` has no ``training``."""
+    """A subclassed Keras model whose ``call`` has no ``training`` argument."""
 
     def __init__(self, net: keras.Model) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class NoArgument(keras.Model):
 
 
 class Switch(keras.layers.Layer):
-    """Shows whether it runs in training, as Dropout would by chance."""
+    """Scales its input in training only, which shows the mode without random numbers."""
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         return inputs * (1.5 if training else 1.0)
@@ -69,7 +69,7 @@ def test_layers_train_as_in_training_and_are_evaluated_without_it(
 def test_dropout_drops_in_training_only(
     train_small: engine.Train, devices: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each replica draws a mask of its own, which a line says."""
+    """Each replica draws its own mask, and a line on the console says so."""
     seen: list[np.ndarray] = []
 
     def create_model() -> Wrapped:
@@ -96,7 +96,7 @@ def test_dropout_drops_in_training_only(
 
 
 class Lazy(keras.Model):
-    """Its variables are there after the first call."""
+    """A model whose variables are created in the first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_layer_of_a_module_is_frozen_from_the_next_step_on(train_small: engine
         every_steps={1: note},
     )
     train_small(hooks, steps=4)
-    state = train_small(hooks)  # frozen also where it goes on
+    state = train_small(hooks)  # the layer stays frozen in the resumed run
     for step in (2, 3):
         assert not np.array_equal(seen[step][0], seen[step - 1][0])
     for step in (4, 5, 6):
@@ -159,7 +159,7 @@ def test_the_average_is_evaluated_and_loaded_and_the_weights_are_trained(
         for mean, weight in pairs:
             mean.assign(0.8 * mean + 0.2 * weight)
     assert state.metrics["loss"] == pytest.approx(small.errors(average)["loss"], rel=1e-5)
-    compare.assert_close(seen[-1], average.weights)  # as after_eval sees them
+    compare.assert_close(seen[-1], average.weights)  # after_eval sees the average
     inputs, _ = small.data()
     outputs = ctl_core.load(state.run_dir, callbacks=hooks)(inputs)
     np.testing.assert_allclose(outputs, average(inputs), rtol=1e-5, atol=1e-6)

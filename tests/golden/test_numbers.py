@@ -1,4 +1,4 @@
-"""Losses, updates and evaluations as one device counts them, and values that are not finite."""
+"""Losses, updates and evaluations are those of one device, even if values are not finite."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ def test_extra_loss_counts_once(train_small: engine.Train) -> None:
 def test_a_mean_of_keras_within_a_loss_is_one_on_any_devices(
     train_small: engine.Train, devices: int
 ) -> None:
-    """Of a head beside others: Keras would divide it by the replicas, too."""
+    """The mean is the loss of one head. Keras would also divide it by the number of replicas."""
     mean = keras.losses.MeanSquaredError()
     create_loss = lambda: lambda pair: small.squared_error(pair) + mean(pair[1], pair[0])  # noqa: E731
     state = train_small(
@@ -45,7 +45,10 @@ def test_a_mean_of_keras_within_a_loss_is_one_on_any_devices(
 def test_a_metric_may_be_averaged_as_in_the_tutorial_of_tensorflow(
     train_small: engine.Train,
 ) -> None:
-    """For a loss this is refused, since the engine divides by the batch size itself."""
+    """A metric may be an average over the global batch, as in TensorFlow's tutorial.
+
+    In a loss, this is refused, because the engine itself divides by the batch size.
+    """
 
     def average(output: Any, batch: Any) -> Any:
         errors = tf.reduce_sum((output - batch[1]) ** 2, axis=1)
@@ -66,7 +69,7 @@ def test_a_metric_may_be_averaged_as_in_the_tutorial_of_tensorflow(
 def test_the_default_update_drops_nan_and_clips_the_sum(
     train_small: engine.Train, devices: int
 ) -> None:
-    """One weight's gradient is NaN; the others' norm is far above 10."""
+    """The update sets a NaN gradient to zero, and clips the others, whose norm is far above 10."""
 
     def grad_pre(loss: Any, train_model: Any) -> Any:
         poison = tf.reduce_sum(train_model.weights[-1]) * math.nan
@@ -80,7 +83,7 @@ def test_the_default_update_drops_nan_and_clips_the_sum(
 
 
 def poison_batch(number: int) -> Any:
-    """Returns a create_dataset whose given batch has a target that is NaN."""
+    """Returns a ``create_dataset`` hook in which one target of the given batch is NaN."""
     inputs, target = small.data()
     target[number * small.BATCH - 1] = math.nan
     return small.slices((inputs, target), drop_remainder=True)
@@ -89,7 +92,7 @@ def poison_batch(number: int) -> Any:
 def test_on_nan_stops_or_warns_of_a_loss_that_is_not_finite(
     train_small: engine.Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``stop`` ends the run and names the step; ``warn`` goes on."""
+    """``stop`` ends the run and names the step; ``warn`` continues training."""
     hooks = small.hooks(create_dataset=poison_batch(4))
     with pytest.raises(ctl_core.RunError, match="step 4"):
         train_small(hooks, on_nan="stop", ckpt_every=2)
@@ -99,7 +102,7 @@ def test_on_nan_stops_or_warns_of_a_loss_that_is_not_finite(
     assert "step 5" in capsys.readouterr().out
 
 
-# ---- An evaluation counts each example once, leaves no trace, and decides what is kept -----------
+# ---- An evaluation counts each example once, has no side effects, and selects checkpoints --------
 
 
 @pytest.mark.parametrize("size", [1, 37])
@@ -144,7 +147,7 @@ def test_training_does_not_notice_an_evaluation(train_small: engine.Train) -> No
 def test_the_best_is_kept_and_training_stops_early(train_small: engine.Train) -> None:
     hooks = small.hooks(
         create_eval_dataset=small.create_eval_dataset,
-        at_step={4: lambda lr: lr.assign(2.0)},  # from here on it only gets worse
+        at_step={4: lambda lr: lr.assign(2.0)},  # from here on, the loss only increases
     )
     more = {"eval_every": 1, "keep_best": "loss", "early_stop": "loss:2"}
     state = train_small(hooks, steps=20, **more)

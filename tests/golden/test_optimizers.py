@@ -1,4 +1,4 @@
-"""Optimizers that update under a condition or know groups, and updates that are skipped."""
+"""Optimizers with conditions or with groups of variables, and updates that are skipped."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ from tests.golden import compare, engine, small
 from tests.golden.lookahead import Lookahead
 from tests.golden.reference import RATE
 
-STEPS, LIMIT = 12, 4.0  # which is the norm of some of the gradients
+STEPS, LIMIT = 12, 4.0  # some gradients have a norm above LIMIT
 
 ACCUMULATES = {"virtual_devices": 3, "accumulate_steps": 2}
 SETTINGS = pytest.mark.parametrize(
@@ -24,7 +24,7 @@ SETTINGS = pytest.mark.parametrize(
 
 
 class WithoutSpikes(keras.optimizers.Adam):
-    """Skips an update whose gradients are too long, with its moments."""
+    """Skips an update, including that of the moments, if the norm of the gradients is too large."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         apply = super().apply
@@ -59,7 +59,7 @@ def test_optimizer_with_a_condition_trains_as_in_a_plain_loop(
     ids=str,
 )
 def test_an_update_that_update_pre_skips(train: engine.Train, settings: dict[str, Any]) -> None:
-    """Moments and weights stay, ``update_post`` is not called, and the average does not move."""
+    """A skipped update changes no moments, weights or averages, nor calls ``update_post``."""
     plain, expected, taken = WithoutSpikes(RATE), small.create_model(), 0
     average = expected.get_weights()
     for batch in small.create_dataset(small.BATCH).repeat().take(STEPS):
@@ -88,7 +88,7 @@ def test_an_update_that_update_pre_skips(train: engine.Train, settings: dict[str
 
 
 def test_one_of_two_objectives_is_skipped(train: engine.Train) -> None:
-    """The other one is updated, and so ``update_post`` is called."""
+    """If one of two objectives is skipped, the other is updated, and ``update_post`` is called."""
 
     def grad_pre(loss: Any, train_model: keras.Model) -> Any:
         first, second = train_model.layers
@@ -147,7 +147,7 @@ def create_heads(has_second: bool = True) -> keras.Model:
 def test_a_multi_optimizer_where_variables_have_no_gradient(
     train: engine.Train, frozen: str | None, devices: int
 ) -> None:
-    """Of a frozen layer, which may be a group, and of a head that no loss uses."""
+    """A frozen layer, perhaps a whole group, and an unused head have no gradients."""
 
     def create_model(has_second: bool = True) -> keras.Model:
         model = create_heads(has_second)

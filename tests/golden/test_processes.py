@@ -1,4 +1,4 @@
-"""Two processes train as one: a cluster on loopback, and another that goes on after its kill."""
+"""A cluster of processes on loopback trains like one device, even if killed and resumed."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ NAMES = ("transformer", "wgan_gp", "multi_task", "mixed_precision", "codebook", 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the runs, whole, and killed and resumed."""
+    """Returns the folder of the runs: one uninterrupted and one killed and resumed per program."""
     folder = tmp_path_factory.mktemp("two")
     for run_name in ("whole", "killed"):
         engine.run_cluster(folder, "tests.golden.cluster", str(folder), run_name, *NAMES)
@@ -64,9 +64,10 @@ def create_dataset():
 def test_any_batch_goes_on_on_another_number_of_processes(
     tmp_path: Path, command: engine.Command
 ) -> None:
-    """40 examples over six replicas of three processes, of the last batch of a pass 20.
+    """The weights are the same if a run resumes with more or fewer processes.
 
-    One process is this one, which has imported TensorFlow already.
+    Three processes with six replicas share 40 examples, and 20 in the last batch of a pass. A run
+    with one worker uses this process, which has already imported TensorFlow.
     """
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + SHUFFLED)
     flags = ["--batch-size", "40", "--learning-rate", "0.05", "--last-batch", "keep"]

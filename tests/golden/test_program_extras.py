@@ -1,4 +1,4 @@
-"""What else is asked of some programs: other optimizers, other ways to write them, what is said."""
+"""Variants of the programs: other optimizers, other ways to write them, resumed runs, messages."""
 
 import dataclasses
 import json
@@ -69,13 +69,16 @@ def test_other_ways_to_write_a_program(train: engine.Train, name: str) -> None:
 def assert_resumes(
     train: engine.Train, runs: Path, create_hooks: Callable[[], Any], at: int
 ) -> None:
-    """Compares 12 steps in one go with two parts, each by objects made anew."""
+    """Asserts that 12 steps give the same checkpoint in one run and in two parts.
+
+    The hooks are created again for each part.
+    """
     for run_name, steps in (("whole", 12), ("parts", at), ("parts", 12)):
         train(create_hooks(), **{**SETTINGS, "steps": steps}, run_name=run_name)
     compare.assert_same_checkpoint(runs / "parts", runs / "whole", 12)
 
 
-# By name: the hooks, and the step after which the run is resumed.
+# For each name: a function that returns the hooks, and the step at which the run resumes.
 RESUMED: dict[str, tuple[Callable[[], Any], int]] = {
     "noise and loss of a layer": (partial(vae.hooks, own_noise=True, adds_loss=True), 5),
     "unfrozen with the last step": (partial(fine_tuning.hooks, fine_tuning.adam, 0.2, 5), 5),
@@ -96,7 +99,10 @@ def test_other_programs_resume(train: engine.Train, runs: Path, name: str) -> No
 def test_a_resumed_run_goes_on_with_the_teacher_it_began_with(
     train: engine.Train, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new process makes the global anew; here it comes out otherwise the third time."""
+    """A new process creates the global teacher again, and here its third creation differs.
+
+    The resumed run must therefore load the weights of the teacher that it began with.
+    """
     seeds = iter([1, 1, 2])
 
     def create_hooks() -> SimpleNamespace:
@@ -138,7 +144,7 @@ def test_codes_that_each_micro_batch_moves_are_pointed_out(
 def test_a_base_from_a_file_leaves_adapters_as_they_are_created(
     train: engine.Train, tmp_path: Path, suffix: str
 ) -> None:
-    """Keras' load_weights would make both matrices of each 0."""
+    """Keras' ``load_weights`` would set both matrices of each adapter to 0."""
     file = tmp_path / f"base.{suffix}"
     hooks = lora.hooks(create_model=lambda: lora.adapted(lora.create_base()))
     base = keras.models.load_model(lora.write_base())

@@ -1,4 +1,4 @@
-"""Each program has the weights of its plain loop: on any devices, in any way, killed, resumed."""
+"""Each program has the weights of its plain loop on any devices, even if killed and resumed."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +10,8 @@ import pytest
 from tests.golden import compare, engine, small
 from tests.golden.catalogue import KILLED, LAST_SAVED, NAMES, SETTINGS, load_program
 
-# Shares of different sizes in all ways but the last: 8 examples over 3 devices, in 1 or 2 parts.
+# All ways except the last one have shares of different sizes: 8 examples on 3 devices, in 1 or 2
+# micro-batches.
 WAYS: dict[str, dict[str, Any]] = {
     "three devices": {"virtual_devices": 3},
     "accumulates": {"virtual_devices": 3, "accumulate_steps": 2},
@@ -19,12 +20,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def list_ways(name: str) -> list[str]:
-    """Returns the ways that a program is trained in; in micro-batches, if it can be."""
+    """Returns the ways in which a program is trained, with micro-batches if it supports them."""
     spread = "accumulates" if load_program(name).accumulates else "three devices"
     return [spread, "one device"]
 
 
-# One of each kind, in seconds: the others take several times as long together as all these.
+# One program of each kind. Together they take seconds, and all others several times as long.
 QUICK = ("batch_norm", "embedding", "multi_task", "ragged")
 
 
@@ -36,7 +37,7 @@ QUICK = ("batch_norm", "embedding", "multi_task", "ragged")
 def test_programs_have_the_weights_of_their_plain_loops(
     train: engine.Train, way: str, name: str
 ) -> None:
-    """On one device by XLA, if it can: what it compiles is the same step."""
+    """On one device, programs that XLA can compile are compiled, and have the same weights."""
     program, first = load_program(name), list[np.ndarray]()
 
     def read_first(train_model: Any, train_loss: Any, optimizer: Any) -> None:
@@ -52,7 +53,8 @@ def test_programs_have_the_weights_of_their_plain_loops(
     program.assert_moved(first)
 
 
-# One of each kind whose replicas exchange nothing in the forward pass, which XLA cannot compile.
+# One program of each kind. Programs whose replicas communicate in the forward pass are left out,
+# because XLA cannot compile them.
 COMPILED = ("embedding", "groups", "mixed_precision", "transformer", "vae", "wgan_gp")
 
 
@@ -61,7 +63,7 @@ COMPILED = ("embedding", "groups", "mixed_precision", "transformer", "vae", "wga
 def test_compiled_programs_have_the_weights_of_their_plain_loops_on_two_devices(
     train: engine.Train, name: str
 ) -> None:
-    """Before the sum over the devices and after it, XLA computes the same step."""
+    """The weights are the same if XLA compiles a step in two parts, around the sum over devices."""
     program = load_program(name)
     settings = SETTINGS | {"virtual_devices": 2} | program.settings | {"jit_compile": True}
     state = train(program.hooks(), **settings)
@@ -70,7 +72,7 @@ def test_compiled_programs_have_the_weights_of_their_plain_loops_on_two_devices(
 
 @pytest.mark.parametrize("name", small.slow_but(*QUICK, of=NAMES))
 def test_killed_programs_resume_bit_for_bit(train: engine.Train, runs: Path, name: str) -> None:
-    """On two devices; the resumed run is the whole one bit for bit, in all that it saves."""
+    """On two devices, a resumed run saves the same bits as an uninterrupted one."""
     program = load_program(name)
     settings = SETTINGS | {"virtual_devices": 2, "ckpt_every": LAST_SAVED} | program.settings
 

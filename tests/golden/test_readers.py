@@ -1,4 +1,4 @@
-"""Readers in Python: the weights of a plain loop over them, stopped, and on other devices."""
+"""Readers in Python train like a plain loop, even if stopped or on other devices."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -13,17 +13,17 @@ import ctl_core
 from tests.golden import compare, engine, small
 
 Batch = tuple[np.ndarray, np.ndarray]
-SIZE = 10  # of elements: no batch of 16 is one, and a pass of 100 examples leaves 4 over
+SIZE = 10  # Elements of 10 examples do not fit batches of 16, and a pass of 100 examples leaves 4.
 
 
 def pick(rows: Any, noise: Any = 0.0) -> Batch:
-    """Examples by their numbers."""
+    """Returns the examples with the given indices."""
     x, y = small.data()
     return x[rows] + np.float32(noise), y[rows]
 
 
 class Batches(keras.utils.PyDataset):
-    """As Keras' documentation has it, shuffled after each epoch."""
+    """A PyDataset as in Keras' documentation, which is shuffled after each epoch."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -41,10 +41,10 @@ class Batches(keras.utils.PyDataset):
 
 
 class Loader:
-    """In the shape of torchdata's StatefulDataLoader: the loader has the state, iter begins at it.
+    """A loader like torchdata's StatefulDataLoader, which keeps the state of its iterator.
 
-    Passes are shuffled, and examples get noise, by one generator: nothing but the state leads to
-    the middle of a pass.
+    A single generator shuffles the passes and adds noise to the examples. Only the state can
+    therefore restore a position in the middle of a pass.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Loader:
 
 
 class Endless:
-    """An iterator with a state of its own that never ends."""
+    """An endless iterator that saves and restores its state."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -99,7 +99,7 @@ def generate() -> Iterator[Batch]:
 
 
 def load_by_grain() -> Any:
-    """A shuffled pass, with noise that depends on an example's place in it."""
+    """Returns a shuffled pass with noise that depends on the position of an example."""
     grain = pytest.importorskip("grain")
 
     def blur(row: int, random: np.random.Generator) -> Batch:
@@ -134,7 +134,7 @@ EACH = pytest.mark.parametrize("kind", small.slow_but("a PyDataset", of=KINDS))
 
 
 def read_passes(make: Callable[[], Any]) -> Iterator[list[Batch]]:
-    """The passes of a plain loop; of a reader without an end, parts of it."""
+    """Yields the passes of a plain loop; for an endless reader, each pass has 80 elements."""
     reader = make()
     while True:
         if isinstance(reader, Endless):
@@ -175,9 +175,9 @@ def assert_same(values: Any, expected: Any, exact: bool = True) -> None:
 def test_readers_train_as_in_a_plain_loop_stopped_and_on_other_devices(
     train: engine.Train, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """In the middle of elements and at the ends of passes, which have six batches of 16.
+    """Runs stop in the middle of elements and around the ends of passes, which have six batches.
 
-    And after a hook has failed, when more had been read than the checkpoint of step 10 knows.
+    A hook also fails at a time when more has been read than the checkpoint of step 10 includes.
     """
 
     def fail() -> None:
@@ -200,7 +200,7 @@ def test_readers_train_as_in_a_plain_loop_stopped_and_on_other_devices(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a PyDataset", "state_dict"])
 def test_readers_keep_the_last_batch(train: engine.Train, kind: str) -> None:
-    """Each example counts once an epoch, also on devices that have none of the last four."""
+    """Each example is used once per epoch, even on devices that get none of the last four."""
     make = KINDS[kind]
     more: dict[str, Any] = {"last_batch": "keep", "virtual_devices": 5}
     whole = run(train, make, None, epochs=2, run_name="whole", **more)
@@ -224,14 +224,14 @@ def test_reader_without_a_state_is_read_again(
 
 
 class Noisy(Batches):
-    """Gives other numbers each time that an item is read."""
+    """Returns different numbers each time an item is read."""
 
     def __getitem__(self, index: int) -> Batch:
         return pick(np.arange(SIZE), np.random.default_rng().normal())
 
 
 class Unwritable(Endless):
-    """Has a state that cannot be written down without pickle."""
+    """Has a state that cannot be serialized without pickle."""
 
     def get_state(self) -> Any:
         return {"of": [object()]}
@@ -240,8 +240,8 @@ class Unwritable(Endless):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (Noisy, "it gives other elements than it did"),
-        (Unwritable, "the reader's state holds a object"),
+        (Noisy, "the reader returned other elements than before"),
+        (Unwritable, "the reader's state contains a object"),
     ],
 )
 def test_reader_whose_state_does_not_lead_back_is_read_again(
@@ -254,7 +254,7 @@ def test_reader_whose_state_does_not_lead_back_is_read_again(
 
 
 def test_reader_created_outside_of_hooks_begins_at_its_start(train: engine.Train) -> None:
-    """Whatever the checks before training have read of it."""
+    """The reader starts at its beginning, although checks before training have read from it."""
     reader = Endless()
     state = run(train, lambda: reader, 9)
     compare.assert_close(state.train_model.weights, train_plainly(Endless, 9, 16))
@@ -264,7 +264,7 @@ def test_reader_created_outside_of_hooks_begins_at_its_start(train: engine.Train
 
 
 class Padded(Endless):
-    """Batches of 12 as they are, each padded to another width."""
+    """Yields batches of 12 that are used unchanged, each padded to a different width."""
 
     element_spec: Any = (tf.TensorSpec([None, None]), tf.TensorSpec([None, 1]))
 
@@ -275,7 +275,7 @@ class Padded(Endless):
 
 
 class Graphs(Padded):
-    """Of six examples each, which have two nodes."""
+    """Yields elements of six graphs, each of which has two nodes."""
 
     element_spec = None
 
@@ -313,7 +313,7 @@ def test_readers_of_whole_batches_resume(
 
 @pytest.mark.slow
 def test_readers_resume_amid_a_compiled_stretch(train: engine.Train) -> None:
-    """Batches are read many at once, and a checkpoint falls in the middle of them."""
+    """Many batches are read at once, and a checkpoint is saved in the middle of them."""
     whole = run(train, Loader, 30, run_name="whole", jit_compile=True)
     for steps in (13, 30):
         resumed = run(train, Loader, steps, jit_compile=True)
@@ -328,9 +328,10 @@ def test_readers_resume_amid_a_compiled_stretch(train: engine.Train) -> None:
     "kind", small.slow_but("a PyDataset", of=sorted(KINDS.keys() - {"get_state"}))
 )
 def test_evaluations_by_readers_read_each_example_once(train: engine.Train, kind: str) -> None:
-    """On a part of the data, so that their order shows; a set by name has a reader of its own.
+    """Each evaluation reads every example once, or the same part with ``limit_eval``.
 
-    What has a state is made once: it may hold gigabytes.
+    A dataset with a name has its own reader. A reader with a state is created only once, because it
+    may need gigabytes.
     """
     evaluated: list[Any] = []
     calls: list[int] = []

@@ -1,4 +1,4 @@
-"""Runs as their users see them: resumed by name, their settings, signals, disks, two at once."""
+"""Runs resume by name, keep their settings, and survive signals, full disks and a second start."""
 
 import contextlib
 import fcntl
@@ -31,7 +31,7 @@ FLAGS = ("--batch-size=16", "--learning-rate=0.05", "--run-name=a")
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project's folder, in which commands find its callbacks.py."""
+    """Returns the folder of a project, in which commands find its callbacks.py."""
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     return tmp_path
 
@@ -44,7 +44,7 @@ def read_settings(run: Path) -> dict[str, Any]:
 
 
 def test_a_run_goes_on_by_its_name_with_its_own_settings(project: Path, command: Command) -> None:
-    """Those of the project come after; flags before; a new run takes the project's."""
+    """A resumed run uses flags first, then its saved settings. A new run uses the project's."""
     (project / "config.yaml").write_text("seed: 5\nhparams: {width: 4}\n")
     assert command("train", *FLAGS, "--steps=4", "--ckpt-every=2").code == 0
     run = project / "runs" / "a"
@@ -82,7 +82,10 @@ def create_dataset():
 def test_a_copied_project_reads_its_own_files(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shuffle's saved position names the other project's; those are changed meanwhile."""
+    """The saved position of a shuffle is not used, because it names files of the original project.
+
+    These files are changed, so that using them would show.
+    """
     original, copy = tmp_path / "one", tmp_path / "two"
     (original / "rows").mkdir(parents=True)
     (original / "callbacks.py").write_text(small.CALLBACKS + COPIED)
@@ -96,7 +99,8 @@ def test_a_copied_project_reads_its_own_files(
     monkeypatch.chdir(copy)
     (warning, *_) = command("train", *FLAGS, "--steps=9").out.splitlines()
     assert (
-        "dropping 48 examples, since it may name files of " in warning and str(original) in warning
+        "dropping 48 examples, because it may contain paths of files in " in warning
+        and str(original) in warning
     )
     assert command("train", *FLAGS[:2], "--run-name=whole", "--steps=9").code == 0
     compare.assert_same_checkpoint(copy / "runs/a", copy / "runs/whole", 9)
@@ -130,7 +134,7 @@ def test_a_run_that_is_done_trains_nothing_more(project: Path, command: Command)
 
 @pytest.mark.slow
 def test_second_training_of_a_run_is_refused(project: Path, command: Command) -> None:
-    """The second is refused; the first goes on as if it had not been."""
+    """The second process is refused, and the first one is not disturbed."""
     second = """
 import subprocess, sys
 
@@ -165,7 +169,7 @@ every_steps = {1: wait}
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_the_run_goes_on(project: Path, number: int, code: int) -> None:
-    """Once and twice stopped, the weights are those of a run that was not."""
+    """A run that a signal stops is saved, and resumes to the weights of an uninterrupted run."""
     (project / "callbacks.py").write_text(small.CALLBACKS + SLOW)
     words = engine.command_line("train", *FLAGS, "--steps=400", "--ckpt-every=0")
     process = subprocess.Popen(
@@ -200,7 +204,7 @@ def wait_for_steps(project: Path, *processes: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 400 kB."""
+    """Returns a folder on a separate file system of 400 kB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)]
@@ -214,7 +218,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_full_disk_costs_no_earlier_checkpoint(small_disk: Path, train: engine.Train) -> None:
-    """One line; the checkpoints before it are there, and the run goes on from them."""
+    """The run fails with one line, and resumes from an earlier checkpoint."""
 
     def fill(step: int) -> None:
         if step == 5:
@@ -234,7 +238,7 @@ def test_full_disk_costs_no_earlier_checkpoint(small_disk: Path, train: engine.T
 
 @pytest.mark.slow
 def test_damaged_checkpoint_falls_back_to_the_one_before(train: engine.Train, capsys: Any) -> None:
-    """The one before it is taken, with a warning, and the run is the whole one."""
+    """A run whose newest checkpoint is damaged resumes from the one before, with a warning."""
     settings = {"batch_size": 16, "learning_rate": 0.05, "ckpt_every": 3}
     state = train(small.hooks(), steps=6, **settings)
     (file,) = (state.run_dir / "ckpt").glob("ckpt-6.data*")
@@ -286,10 +290,10 @@ def test_commands_use_the_best_checkpoint_and_say_so(
     trained = command("train", *flags, "--learning-rate=0.05", "--keep-best=loss")
     assert trained.code == 0 and "  best loss so far\n" in trained.out, trained.err
     assert "step 4/6  eval" in trained.out and trained.out.count("best loss so far") == 1
-    assert "; the best checkpoint is that of step 2.\n" in trained.out
+    assert "; the best checkpoint is the one of step 2.\n" in trained.out
 
     best = command("evaluate", "a").out
-    assert "checkpoint of step 2, the best one; --checkpoint last takes the newest.\n" in best
+    assert "checkpoint of step 2, the best one; use --checkpoint last for the newest.\n" in best
     assert best.splitlines()[-1] == command("evaluate", "a", "--checkpoint=2").out.splitlines()[-1]
     assert "checkpoint of step 6.\n" in command("evaluate", "a", "--checkpoint=last").out
     assert "checkpoint of step 2, the best one" in command("export", "a").out
@@ -300,7 +304,7 @@ def test_commands_use_the_best_checkpoint_and_say_so(
 def test_keep_is_the_number_of_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A manager that does not use it is refused, with its line."""
+    """``keep`` is the number of checkpoints, and a ``create_ckpt`` that ignores it is refused."""
     command = engine.commands_here(tmp_path, monkeypatch, capfd)
     callbacks = tmp_path / "callbacks.py"
     callbacks.write_text(WORSENING)
@@ -319,8 +323,8 @@ def create_ckpt(ckpt_path, step, train_model):
     line = len(WORSENING.splitlines()) + 2
     assert (outcome.code, outcome.err) == (
         2,
-        f"error: keep: create_ckpt (callbacks.py:{line}) does not use it; write "
-        "max_to_keep=config.keep there, and name config among the arguments.\n",
+        f"error: keep: create_ckpt (callbacks.py:{line}) does not use it; add the argument "
+        "config, and pass max_to_keep=config.keep.\n",
     )
 
 
@@ -344,20 +348,20 @@ def create_dataset(global_batch_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 80, 140])
 def test_a_terminal_shows_steps_whatever_hooks_there_are(tmp_path: Path, columns: int) -> None:
-    """No hook shows a step; the line moves while training takes about ten seconds."""
+    """The status line changes during ten seconds of training, although no hook reports a step."""
     (tmp_path / "callbacks.py").write_text(SLEEPY)
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     words = ["train", "--steps=90", "--batch-size=16", "--run-name=a"]
     environ = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
-    environ.pop("COLUMNS", None)  # it goes before the size of the terminal
+    environ.pop("COLUMNS", None)  # COLUMNS would take precedence over the size of the terminal
     training = subprocess.Popen(
         [sys.executable, "-m", "ctl_core", *words],
         cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # Linux's way to say that the other side is closed
+    with contextlib.suppress(OSError):  # on Linux, reading fails when the other side is closed
         while part := os.read(ours, 65536):
             shown += part
     assert training.wait() == 0

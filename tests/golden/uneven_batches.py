@@ -1,4 +1,4 @@
-"""Data whose batches do not divide by the devices, and training on them beside a plain loop."""
+"""Functions that train on batches of any size, with the engine and in a plain loop."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -27,13 +27,13 @@ def shuffled(examples: int) -> tf.data.Dataset:
 
 
 def batches_of(dataset: tf.data.Dataset, size: int, last_batch: str = "keep") -> Iterator[Any]:
-    """Global batches without end, as one device reads them."""
+    """Returns an endless iterator over global batches, as one device reads them."""
     keras.utils.set_random_seed(SEED)
     return iter(dataset.batch(size, drop_remainder=last_batch == "drop").repeat())
 
 
 def train_plainly(hooks: Any, steps: int, batches: Iterable[Any], **how: Any) -> Reference:
-    """Trains by the same hooks on one device."""
+    """Trains with the same hooks on one device, without the engine."""
     taken = (batch for _, batch in zip(range(steps), batches, strict=False))
     return Reference(hooks).train(taken, **how)
 
@@ -45,6 +45,3 @@ def train_on(train: engine.Train, hooks: Any, devices: int, batch: int, **more: 
 
 def assert_trained(state: Any, plain: Reference) -> None:
     compare.assert_close(state.train_model.weights, plain.parts.train_model.weights)
-
-
-# ---- Batches that do not divide ----------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Data, models and hooks that several tests, and the processes of their clusters, train with.
+"""Data, models and hooks that are shared by tests and by the processes of their clusters.
 
-Nothing here starts TensorFlow: devices and cluster are still to be chosen.
+Importing this module does not start TensorFlow, so that devices and clusters can be set up later.
 """
 
 from collections.abc import Callable
@@ -21,22 +21,22 @@ sgd = small.create_opt
 
 
 def norm_model() -> keras.Model:
-    """A model with batch normalisation."""
+    """Returns a model with batch normalization."""
     return small.model_with(keras.layers.BatchNormalization())
 
 
 def dropout_model() -> keras.Model:
-    """A model with batch normalisation and Dropout."""
+    """Returns a model with batch normalization and Dropout."""
     return small.model_with(keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=1))
 
 
 def assert_weights(state: Any, expected: Any, rtol: float = 1e-6) -> None:
-    """Compares all weights of a trained model with those of another, or with a list of them.
+    """Asserts that all weights of a trained model are close to the expected ones.
 
     Args:
-        state: of the run
-        expected: the weights, a model or the state of another run
-        rtol: how far they may differ; with 0 they are the same bit for bit
+        state: the state of the run
+        expected: a list of weights, a model, or the state of another run
+        rtol: the relative tolerance; with 0, the weights must be equal bit for bit
     """
     if not isinstance(expected, list):
         expected = getattr(expected, "train_model", expected).weights
@@ -44,12 +44,12 @@ def assert_weights(state: Any, expected: Any, rtol: float = 1e-6) -> None:
 
 
 def sliced(data: Any) -> Callable[[int], tf.data.Dataset]:
-    """Returns a create_dataset that reads arrays in their order, in whole batches."""
+    """Returns a ``create_dataset`` hook that reads arrays in order, in whole batches."""
     return small.slices(data, drop_remainder=True)
 
 
 def make_hooks(**hooks: Any) -> SimpleNamespace:
-    """Returns hooks that train ``small_model``, quietly; what is named replaces them."""
+    """Returns hooks that train ``small_model`` without reports; arguments replace or add hooks."""
     base: dict[str, Any] = {
         "create_dataset": sliced(regression_data()),
         "create_model": small_model,
@@ -63,7 +63,7 @@ def make_hooks(**hooks: Any) -> SimpleNamespace:
 
 
 def eval_hooks(size: int, **hooks: Any) -> SimpleNamespace:
-    """Evaluates the first ``size`` examples, with a mean and a count as metrics."""
+    """Returns hooks that evaluate the first ``size`` examples, with a mean and a count."""
     return make_hooks(
         create_eval_dataset=small.slices(small.data(size)),
         create_metrics=lambda: {
@@ -79,14 +79,14 @@ def eval_hooks(size: int, **hooks: Any) -> SimpleNamespace:
 
 
 def evaluated_by_hand(size: int) -> dict[str, float]:
-    """The same by NumPy."""
+    """Returns the loss and metrics of ``eval_hooks``, computed in NumPy."""
     inputs, target = (array[:size] for array in regression_data())
     error = small_model()(inputs).numpy() - target
     return {"loss": (error**2).mean(), "error": abs(error).mean(), "seen": size}
 
 
 class Followed(keras.Model):
-    """A network with a copy that follows it."""
+    """A network with a frozen copy, on which its output depends, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,11 +98,11 @@ class Followed(keras.Model):
         return self.online(inputs) + 0.1 * tf.stop_gradient(self.target(inputs))
 
 
-# ---- A run in one go beside the same run in two parts -------------------------------------------
+# ---- An uninterrupted run and the same run in two parts -----------------------------------------
 
 
 def values(state: ctl_core.State) -> dict[str, np.ndarray]:
-    """Everything that is recorded, as it is on the first replica and in sum."""
+    """Returns all recorded variables by path, each summed over the replicas."""
     read = state.strategy.experimental_local_results
     return {
         path: np.sum([value.numpy() for value in read(variable)], axis=0)
@@ -119,7 +119,10 @@ def assert_equal(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 def assert_resumes(
     train: Callable[..., ctl_core.State], program: Callable[[], SimpleNamespace], **settings: Any
 ) -> dict[str, np.ndarray]:
-    """Compares 12 steps in one go with 5 and 7, each by objects made anew; returns the former."""
+    """Asserts that 12 steps give the same values in one run and in parts of 5 and 7 steps.
+
+    Returns these values. The hooks are created again for each part.
+    """
     whole = values(train(program(), steps=12, run_name="whole", **settings))
     for steps in (5, 12):
         resumed = values(train(program(), steps=steps, run_name="parts", **settings))

@@ -1,4 +1,4 @@
-"""Training in a project's folder, finding its processes, and what its checkpoints hold."""
+"""Functions that train in a project's folder, find its processes and compare its checkpoints."""
 
 import subprocess
 import sys
@@ -20,18 +20,18 @@ at_step = {20: fail}
 
 
 def write_hooks(project: Path, name: str, more: str) -> None:
-    """Writes a file of the project's hooks with more below them."""
+    """Writes a copy of the project's callbacks.py with more code at the end."""
     (project / name).write_text((project / "callbacks.py").read_text() + more)
 
 
 def train_here(project: Path, *settings: str) -> None:
-    """Trains in a process of its own, by no launcher."""
+    """Trains in a separate process without a launcher."""
     command = [sys.executable, "-m", "ctl_core", "train", *settings]
     subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=600)
 
 
 def trained_to(run: Path, step: int, seconds: float = 600) -> None:
-    """Waits for a checkpoint of at least this step."""
+    """Waits until a run has a checkpoint of at least this step."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         steps = [int(p.stem.split("-")[1]) for p in run.glob("ckpt/engine/ckpt-*.json")]
@@ -42,14 +42,14 @@ def trained_to(run: Path, step: int, seconds: float = 600) -> None:
 
 
 def assert_rounded_alike(run: Path, other: Path, step: int) -> None:
-    """Compares the checkpoints of two runs whose sums were taken in another order."""
+    """Asserts that two checkpoints are equal up to rounding, which depends on the order of sums."""
     saved = read_checkpoint(run, step)
     for name, value in read_checkpoint(other, step).items():
         np.testing.assert_allclose(saved[name], value, 1e-5, 2e-6, err_msg=name)
 
 
 def find_training(*marks: str) -> int:
-    """Returns the number of a process that trains.
+    """Returns the PID of a training process.
 
     Args:
         marks: words of its command line, and ``NAME=value`` of its environment
@@ -60,7 +60,7 @@ def find_training(*marks: str) -> int:
                 (folder / name).read_bytes().decode(errors="replace").split("\0")
                 for name in ("cmdline", "environ")
             )
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
         if "ctl_core" in words and {*marks} <= {*words, *environ}:
             return int(folder.name)

@@ -1,7 +1,7 @@
-"""What each process of a test's cluster runs: cases, whose results it writes down for the test.
+"""Runs test cases in one process of a cluster, and writes their results for the test.
 
-One start of a process costs seconds, so a cluster runs several cases one after the other.
-``python -m tests.helpers.cluster_program FOLDER CASE...``; each case is a function below.
+``python -m tests.helpers.cluster_program FOLDER CASE...`` runs each case, which is a function
+below. Starting a process takes seconds, so a cluster runs several cases one after the other.
 """
 
 import importlib
@@ -32,12 +32,12 @@ def run(folder: Path, name: str, hooks: Any, **settings: Any) -> ctl_core.State:
 
 
 def keep(folder: Path, name: str, **arrays: Any) -> None:
-    """Writes one process's result."""
+    """Writes the result of this process."""
     np.savez(folder / f"{name}-{TASK}.npz", **arrays)
 
 
 def keep_message(folder: Path, name: str, hooks: Any, **settings: Any) -> None:
-    """Writes what a run is refused or ends with."""
+    """Writes the message with which a run is refused or fails."""
     message = "nothing found"
     try:
         run(folder, name, hooks, **settings)
@@ -47,7 +47,7 @@ def keep_message(folder: Path, name: str, hooks: Any, **settings: Any) -> None:
 
 
 def random_numbers(folder: Path) -> None:
-    """What three steps of Dropout on ones give; also resumed."""
+    """Writes the outputs of three steps of Dropout on ones, uninterrupted and resumed."""
 
     def create_model() -> keras.Model:
         inputs = keras.Input((cases.FEATURES,))
@@ -69,7 +69,7 @@ def random_numbers(folder: Path) -> None:
 
 
 def drift(folder: Path) -> None:
-    """A host hook that adds to a weight what only this process sees."""
+    """Adds the mean of its own share of the batch to a weight, which then differs by process."""
 
     def own_opinion(train_model: Any, batch: Any) -> None:
         layer = train_model.get_layer("out")
@@ -79,7 +79,7 @@ def drift(folder: Path) -> None:
 
 
 def decisions(folder: Path) -> None:
-    """What only one process asks for (a checkpoint, the end of training) happens on all."""
+    """Requests a checkpoint and later a stop in one process; both must happen in all processes."""
 
     def ask(step: int, manager: Any) -> None:
         if TASK == 1 and step == 3:
@@ -93,7 +93,7 @@ def decisions(folder: Path) -> None:
 
 
 def not_finite(folder: Path) -> None:
-    """The loss is NaN for an example of step 3 and one of step 4; one process has both."""
+    """Trains with a NaN loss for one example in step 3 and one in step 4, both in one process."""
     inputs, target = cases.regression_data()
     target = target.copy()
     target[[3 * 24 - 1, 4 * 24 - 1]] = np.nan
@@ -105,21 +105,22 @@ def not_finite(folder: Path) -> None:
 
 
 def threads_differ(folder: Path) -> None:
-    """One process has another number of threads, as on a machine with more cores.
+    """Uses more threads in one process, as on a machine with more cores.
 
-    It has to be the only case, because TensorFlow then starts with this number.
+    This must be the only case of its cluster, because TensorFlow sets the number of threads only
+    once.
     """
     settings = {"logical_replicas": 2, "intra_op_threads": 1 + TASK}
     keep_message(folder, "threads", make_hooks(), steps=1, **settings)
 
 
 def settings_differ(folder: Path) -> None:
-    """One process has another learning rate."""
+    """Uses a different learning rate in one process."""
     keep_message(folder, "settings", make_hooks(), steps=1, learning_rate=0.1 * (1 + TASK))
 
 
 def data_differs(folder: Path) -> None:
-    """One process lacks the first example, later ones, or some that are evaluated."""
+    """Omits the first example, later ones, or some of the evaluation in one process."""
     data = cases.regression_data()
 
     def cut(first: int, last: int | None) -> Any:
@@ -143,7 +144,7 @@ def data_differs(folder: Path) -> None:
 
 
 def rows_differ(folder: Path) -> None:
-    """One process has other targets, but for the first row of each batch."""
+    """Uses different targets in one process, except for the first row of each batch."""
     inputs, target = cases.regression_data()
     if TASK == 1:
         target = target + 10.0 * (np.arange(len(target)) % 24 > 0)[:, None].astype("float32")
@@ -151,7 +152,7 @@ def rows_differ(folder: Path) -> None:
 
 
 def programs_differ(folder: Path) -> None:
-    """One process has another activation, loss, optimizer, callbacks.py, or module."""
+    """Uses a different activation, loss, optimizer, callbacks.py or module in one process."""
 
     def create_model() -> keras.Model:
         activation = "relu" if TASK == 1 else "tanh"
@@ -183,14 +184,14 @@ def programs_differ(folder: Path) -> None:
 
 
 def folders_differ(folder: Path) -> None:
-    """Each process has a folder of its own; only the chief finds its checkpoint there."""
+    """Gives each process its own folder of runs, in which only the chief finds its checkpoint."""
     settings = {"runs_dir": folder / f"runs-{TASK}"}
     run(folder, "apart", make_hooks(), steps=2, **settings)
     keep_message(folder, "apart", make_hooks(), steps=4, **settings)
 
 
 def layers_frozen_unalike(folder: Path) -> None:
-    """A hook freezes a layer on one process only."""
+    """Freezes a layer in one process only."""
 
     def freeze(train_model: Any) -> None:
         if TASK == 1:
@@ -200,7 +201,7 @@ def layers_frozen_unalike(folder: Path) -> None:
 
 
 def variables_differ(folder: Path) -> None:
-    """The only logical replica of a process writes another value than that of the other one."""
+    """Assigns a value that differs between the processes, each of which has one logical replica."""
 
     class Total(keras.Layer):
         def build(self, shape: Any) -> None:
@@ -215,7 +216,10 @@ def variables_differ(folder: Path) -> None:
 
 
 def hook_state(folder: Path) -> None:
-    """What host hooks keep: of its own, until the run goes on from what the chief kept."""
+    """Writes the state of host hooks, which differs between processes until the run resumes.
+
+    It then comes from the checkpoint, which has the chief's state.
+    """
     seen: list[Any] = []
 
     def remember(step: int, chief: bool, state: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""An example of the template in a folder of its own: trained, killed, resumed, used.
+"""The life of an example of the template: it is trained, killed, resumed and used.
 
-A test says the small data and settings, and gets the rest of an example's life from here.
+A test provides small data and settings, and this module the rest.
 """
 
 import re
@@ -18,9 +18,9 @@ from tests.helpers.project import Cli
 from tests.helpers.rendering import ROOT, TEMPLATE
 
 EXAMPLES = ROOT / "templates" / "examples"
-NATIVE = re.compile(r"[IW]\d{4} ")  # of TensorFlow's own log, which a project's console leaves out
+NATIVE = re.compile(r"[IW]\d{4} ")  # lines of TensorFlow's log, which a project's console omits
 
-# Leaves at step 5 what SIGKILL would leave, once the checkpoint of step 3 counts.
+# At step 5, copies the run as SIGKILL would leave it, once the checkpoint of step 3 is complete.
 KILL = """
 
 def _leave_as_killed():
@@ -40,19 +40,19 @@ at_step = {**globals().get("at_step", {}), 5: _leave_as_killed}
 
 
 class Example:
-    """A project with the hooks and the settings of an example, and small ones of the test.
+    """A project with the hooks and settings of an example, and with small settings of a test.
 
     Attributes:
-        folder: of the project
+        folder: the folder of the project
     """
 
     def __init__(self, name: str, cli: Cli, folder: Path, *flags: str) -> None:
         """Writes callbacks.py and config.yaml, and the digits if the hooks read them.
 
         Args:
-            name: of the example
-            cli: the fixture
-            folder: tmp_path, where ``cli`` runs
+            name: the name of the example
+            cli: the fixture ``cli``
+            folder: the folder of the project, which is tmp_path because ``cli`` runs there
             flags: settings of each training, such as ``"--hparams.width", "4"``
         """
         self.folder = folder
@@ -68,16 +68,19 @@ class Example:
             shutil.copy(TEMPLATE / "data" / "digits.npz", folder / "data")
 
     def arguments(self, run: str, *flags: str) -> list[str]:
-        """The command of a training: six steps, with a checkpoint and an evaluation at half."""
+        """Returns the command of a training.
+
+        It has six steps, with a checkpoint and an evaluation after every third step.
+        """
         periods = ("--steps", "6", "--ckpt-every", "3", "--eval-every", "3", "--warmup", "0")
         return ["train", "--run-name", run, *periods, *self._flags, *flags]
 
     def train(self, run: str, *flags: str) -> Outcome:
-        """Trains a run, or goes on with it; what was said is checked to be no warning."""
+        """Trains or resumes a run, asserts that there is no warning, and returns the outcome."""
         return self.command(*self.arguments(run, *flags))
 
     def command(self, *arguments: str) -> Outcome:
-        """Runs a command, which has to do without an error or a warning."""
+        """Runs a command, asserts that there is no error or warning, and returns the outcome."""
         outcome = self._cli(None, command=arguments)
         lines = [line for line in outcome.err.splitlines() if not NATIVE.match(line)]
         assert (outcome.code, lines) == (0, []), outcome
@@ -85,7 +88,7 @@ class Example:
         return outcome
 
     def numbers(self, run: str, step: int = 6) -> dict[str, np.ndarray]:
-        """All numbers that a checkpoint holds, by name: weights, optimizer, what a hook keeps."""
+        """Returns all numbers in a checkpoint by name: weights, optimizer and state of hooks."""
         numbers_by_name = {}
         for folder in ("", "engine"):
             for name, value in read_checkpoint(self.folder / "runs" / run, step, folder).items():
@@ -97,14 +100,15 @@ class Example:
 def assert_lives(
     example: Example, inputs: Any, dataset: str | None = None, atol: float = 1e-5
 ) -> None:
-    """Trains, evaluates, predicts, exports, loads, is killed, and goes on bit for bit.
+    """Asserts that an example trains, evaluates, predicts, exports, loads, and resumes when killed.
 
     Args:
-        example: with a batch size that two devices can share
-        inputs: what a client sends, or a dict of such by the names of the signature
-        dataset: which of several is predicted
-        atol: how far numbers on two devices may be from those on one after three steps; more would
-            let rounding grow where Adam and kinks (ReLU, max pooling) make much of it
+        example: an example whose batch size two devices can share
+        inputs: the input that a client sends, or a dict of inputs by the names of the signature
+        dataset: the dataset to predict, if there are several
+        atol: the absolute tolerance between one device and two after three steps. After more
+            steps, rounding errors would grow, because Adam and kinks (ReLU, max pooling)
+            amplify them.
     """
     flags = ("--deterministic",)
     hooks = example.folder / "callbacks.py"

@@ -1,4 +1,4 @@
-"""A pytest plugin (``-p tests.helpers.on_gpus``): virtual devices of tests are parts of a GPU."""
+"""A pytest plugin (``-p tests.helpers.on_gpus``) that uses parts of a GPU as virtual devices."""
 
 import os
 
@@ -9,9 +9,9 @@ from ctl_core.cluster.strategy import prepare
 
 
 def create_strategy(config: Config) -> tf.distribute.Strategy:
-    """Returns the strategy for as many parts as the settings have virtual devices.
+    """Returns a strategy with as many parts of the GPU as the settings have virtual devices.
 
-    They add up on one of them: NCCL does not know parts.
+    Gradients are summed on one of the parts, because NCCL does not support parts of a GPU.
     """
     prepare(config)
     names = [f"GPU:{index}" for index in range(config.virtual_devices)]
@@ -21,11 +21,11 @@ def create_strategy(config: Config) -> tf.distribute.Strategy:
 
 
 def pytest_configure() -> None:
-    """Lets all runs train so, and the same run give the same bits.
+    """Makes all tests train on parts of a GPU, with the same bits in each run.
 
-    They are compiled only if a test asks for it, as on the CPU.
-    With ``AS_IT_IS`` in the environment nothing is switched off: a run with logical replicas
-    has to do that by itself.
+    Steps are compiled only if a test requests it, as on the CPU. If ``AS_IT_IS`` is in the
+    environment, TF32 and nondeterministic ops are not switched off here, because a run with logical
+    replicas must do this itself.
     """
     if "AS_IT_IS" not in os.environ:
         os.environ.update(NVIDIA_TF32_OVERRIDE="0", TF_DETERMINISTIC_OPS="1")

@@ -1,8 +1,8 @@
-"""A program that pauses after each step, so that a test can kill it at a moment of its choice."""
+"""A program that pauses after each step, so that a test can kill it at a chosen moment."""
 
 from tests.golden import small
 
-# With noise; ``--hparams.pause`` is the time after each step (seconds).
+# The model has noise. The hyperparameter "pause" is the number of seconds to wait after each step.
 PAUSING = (
     small.CALLBACKS
     + """

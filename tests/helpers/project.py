@@ -1,6 +1,7 @@
-"""Training in this process: by hooks, or by a project's command line; what its commands leave.
+"""Fixtures that train in this process, with hooks or with a project's commands.
 
-Devices are fixed before TensorFlow starts, so that one process can test 1, 2 and 4 replicas.
+The devices are created before TensorFlow starts, so that one process can test several numbers of
+replicas.
 """
 
 import functools
@@ -17,14 +18,14 @@ FLAGS = ("--steps", "10", "--batch-size", "8", "--run-name", "a")
 
 
 def line_of(source: str, fragment: str) -> int:
-    """Returns the number of the one line that holds the fragment."""
+    """Returns the number of the only line that contains the fragment."""
     (number,) = [n for n, line in enumerate(source.splitlines(), 1) if fragment in line]
     return number
 
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
-    """Returns ``train(hooks, **settings)``, with small settings and a run folder of the test's."""
+    """Returns ``train(hooks, **settings)``, which trains 20 steps in a folder of the test."""
     return functools.partial(engine.train, runs=tmp_path / "runs", steps=20)
 
 
@@ -33,7 +34,7 @@ Cli = Callable[..., engine.Outcome]
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
-    """Returns ``cli(source, *flags)``, which runs a command in a project with that callbacks.py."""
+    """Returns ``cli(source, *flags)``, which runs a command with ``source`` as callbacks.py."""
     run = engine.commands_here(tmp_path, monkeypatch, capfd)
 
     def function(
@@ -47,12 +48,12 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 
 def refused(outcome: engine.Outcome, *words: str) -> None:
-    """Checks that a command was refused in one line with these words."""
+    """Asserts that a command was refused with one line that contains these words."""
     failed(outcome, *words, code=2)
 
 
 def failed(outcome: engine.Outcome, *words: str, code: int = 1) -> None:
-    """Checks that a run failed, with one line that has these words."""
+    """Asserts that a run failed with one line that contains these words."""
     lines = outcome.err.splitlines()
     assert (outcome.code, len(lines)) == (code, 1), outcome
     assert lines[0].startswith("error: ") and "Traceback" not in outcome.out

@@ -1,4 +1,4 @@
-"""Shared by the template's tests: rendering a project in a clean environment."""
+"""Fixtures for tests of the template, which render projects in a clean environment."""
 
 import json
 import multiprocessing
@@ -32,7 +32,10 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """An environment without the user's settings for git and cookiecutter; commits are Ada's."""
+    """Returns an environment without the user's settings of git and cookiecutter.
+
+    In this environment, Ada is the author of commits.
+    """
     home = tmp_path_factory.mktemp("home")
     (home / ".gitconfig").write_text("[user]\n\tname = Ada\n\temail = ada@example.com\n")
     config = home / "cookiecutter.yaml"
@@ -57,14 +60,17 @@ def set_environment(environment: dict[str, str]) -> None:
 
 @pytest.fixture(scope="session")
 def render(environment: dict[str, str]) -> Iterator[Render]:
-    """Renders a project into a folder; ``template`` may be another place than this one.
+    """Returns a function that renders a project into a folder.
 
-    Not in the process that tests: rendering takes a clean environment, and a process whose
-    environment changes while a thread of TensorFlow reads it may crash.
+    ``template`` may be another copy of the template. Projects are rendered in a separate process,
+    because this requires a clean environment. Changing the environment of this process could crash
+    it while a thread of TensorFlow reads it.
     """
     start = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, start, set_environment, (environment,)) as renderer:
-        renderer.submit(os.getpid).result()  # started here, or its output were one test's
+        # Starts the rendering process now; otherwise, its output would be that of the first test
+        # that renders.
+        renderer.submit(os.getpid).result()
 
         def function(folder: Path, template: str | Path = ROOT, **answers: Any) -> Path:
             how = {"no_input": True, "extra_context": answers, "output_dir": str(folder)}
@@ -75,7 +81,10 @@ def render(environment: dict[str, str]) -> Iterator[Render]:
 
 @pytest.fixture(scope="session")
 def run(environment: dict[str, str]) -> Run:
-    """Runs a command in the clean environment; ``check=False`` to look at a failure."""
+    """Returns a function that runs a command in the clean environment.
+
+    With ``check=False``, the command may fail.
+    """
 
     def function(
         *command: str | Path, cwd: Path, check: bool = True, **variables: str
@@ -97,7 +106,7 @@ def run(environment: dict[str, str]) -> Run:
 
 
 class Project(NamedTuple):
-    """A rendered project: its answers, its folder, its files, and what pyproject.toml says."""
+    """A rendered project: its answers, its folder, its files, and its pyproject.toml."""
 
     answers: dict[str, str]
     folder: Path
@@ -110,10 +119,14 @@ class Project(NamedTuple):
 
 @pytest.fixture(scope="session")
 def projects(tmp_path_factory: pytest.TempPathFactory, render: Render) -> list[Project]:
-    """One for each example, and with each answer to the other questions; not written into."""
+    """Returns one project per example.
+
+    Together, the projects have every answer to the other questions. Tests do not write into them.
+    """
     rendered = []
     place = tmp_path_factory.mktemp("projects")
-    (place / ".git").mkdir()  # each a part of this repository, which saves a first commit
+    # The projects are in a repository, so that no first commit is made for them.
+    (place / ".git").mkdir()
     for number in range(len(EXAMPLES)):
         answers = {name: choices[number % len(choices)] for name, choices in CHOICES.items()}
         folder = render(place, project_slug=f"project_{number}", **answers)
@@ -124,13 +137,13 @@ def projects(tmp_path_factory: pytest.TempPathFactory, render: Render) -> list[P
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory, render: Render) -> Path:
-    """The project with the default answers; tests do not write into it."""
+    """Returns the project with the default answers; tests do not write into it."""
     return render(tmp_path_factory.mktemp("digits"))
 
 
 @pytest.fixture(scope="session")
 def template_repository(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
-    """A git repository with the working tree as its only commit; tests clone it."""
+    """Returns a git repository with the working tree as its only commit; tests clone it."""
     repository = tmp_path_factory.mktemp("source") / "template"
     ignored = [".git", ".venv*", "build", "demo", "dist", "runs", "__pycache__"]
     ignored += ["*.egg-info", ".*_cache"]
@@ -147,7 +160,10 @@ def commit(run: Run, repository: Path, message: str) -> None:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Maps the path of every file below a folder, except git's and compiled ones, to its bytes."""
+    """Returns the bytes of every file below a folder by its path.
+
+    Files of git and compiled files are left out.
+    """
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""Folders of runs that nobody has trained: small files in place of variables."""
+"""Folders of runs that were not trained, with small files instead of variables."""
 
 import dataclasses
 from pathlib import Path
@@ -12,7 +12,7 @@ SETTINGS = Config(steps=8, batch_size=8, seed=7, hparams={"width": 64, "optimize
 
 
 def write_checkpoint(folder: Path, step: int, best: int = -1, config: Config = SETTINGS) -> Record:
-    """Writes files such as those of a checkpoint; returns its record."""
+    """Writes files like those of a checkpoint, and returns the checkpoint's record."""
     (folder / "engine").mkdir(parents=True, exist_ok=True)
     (folder / "checkpoint").write_text("")
     for name in (f"ckpt-{step}", f"engine/ckpt-{step}", f"engine/input-{step}"):

@@ -1,6 +1,6 @@
-"""launch/skypilot.yaml and vertex.yaml, read by the clouds' own packages (``make test-clouds``).
+"""The clouds' own packages accept launch/skypilot.yaml and vertex.yaml (``make test-clouds``).
 
-Nothing is started: there is no cloud here.
+Nothing is started, because no cloud is available here.
 """
 
 import json
@@ -22,14 +22,14 @@ __all__ = ["environment", "render"]
 
 @pytest.fixture(params=["cpu", "gpu"])
 def launch(request: Any, render: Any, tmp_path: Path) -> Path:
-    """The folder launch/ of a project for all places."""
+    """Returns the folder launch/ of a project with the files for all launchers."""
     choices = {"launch": "all", "accelerator": request.param}
     folder = render(tmp_path, project_name="Überlange Project 2", **choices)
     return folder / "launch"  # type: ignore[no-any-return]
 
 
 def test_skypilot_takes_its_file(launch: Path) -> None:
-    """With machines that may be taken away, found again; a typo is refused."""
+    """The task uses spot machines and recovers when they are lost. A typo is refused."""
     file = launch / "skypilot.yaml"
     task = sky.Task.from_yaml(str(file))
     (resources,) = task.resources
@@ -54,7 +54,7 @@ def test_skypilot_tells_each_machine_of_the_others(launch: Path) -> None:
 
 
 def test_vertex_ai_takes_its_file(launch: Path) -> None:
-    """Both pools train alike, on storage that they share; a typo is refused."""
+    """Both worker pools have the same machines, command and storage. A typo is refused."""
     specification = yaml.safe_load((launch / "vertex.yaml").read_text())
     spec = vertex.CustomJobSpec.from_json(json.dumps(specification))
     chief, workers = spec.worker_pool_specs

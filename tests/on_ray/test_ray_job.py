@@ -1,4 +1,4 @@
-"""launch/ray_job.py on a real Ray of two nodes here: ``make test-ray`` installs Ray, runs it."""
+"""launch/ray_job.py works on a real Ray cluster with two local nodes (``make test-ray``)."""
 
 import json
 import os
@@ -29,7 +29,7 @@ __all__ = ["environment", "render"]
 
 Job = Callable[..., "subprocess.Popen[str]"]
 STEPS = ("--steps", "1500", "--ckpt-every", "100", "--eval-every", "0")
-# So few steps that rounding stays small, and slow ones.
+# The steps are slow, and few enough that rounding errors stay small.
 SLOW_STEPS = ("--callbacks", "slow.py", "--steps", "150", "--ckpt-every", "10")
 SLOW = """
 import time
@@ -41,7 +41,7 @@ def wait(step):
 
 every_steps = {1: wait}
 """
-# Writes down what reaches Ray.
+# A Ray callback that writes down the metrics that reach Ray.
 RECORDER = """
 import json
 from ray.train.v2._internal.execution.callback import ReportCallback
@@ -56,7 +56,7 @@ class Recorder(ReportCallback):
 
 @pytest.fixture(scope="module")
 def project(render: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A generated project with launch/ray_job.py."""
+    """Returns a generated project with launch/ray_job.py."""
     folder = render(tmp_path_factory.mktemp("ray"), launch="ray")
     (folder / "launch" / "recorder.py").write_text(RECORDER.replace("PROJECT", str(folder)))
     return folder  # type: ignore[no-any-return]
@@ -64,7 +64,7 @@ def project(render: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head and two nodes that take one worker each."""
+    """Returns a Ray cluster with a head and two nodes, each of which accepts one worker."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray_cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     for _ in range(2):
@@ -76,7 +76,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def job(project: Path, cluster: Any) -> Iterator[Job]:
-    """Starts launch/ray_job.py on the cluster."""
+    """Returns a function that starts launch/ray_job.py on the cluster."""
     started: list[subprocess.Popen[str]] = []
 
     def function(*settings: str, workers: str = "2") -> subprocess.Popen[str]:
@@ -93,7 +93,7 @@ def job(project: Path, cluster: Any) -> Iterator[Job]:
 
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> str:
-    """Returns what a job has printed, when it has ended with this exit code."""
+    """Waits for a job to end with this exit code, and returns its output."""
     printed = process.communicate(timeout=400)[0]
     assert process.returncode == code, printed
     return printed
@@ -101,13 +101,13 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> str:
 
 def test_two_workers_train_what_one_process_does(project: Path, job: Job) -> None:
     printed = ended(job("--run-name", "two", "--steps", "60"))
-    assert "2 replicas" in printed and printed.count("step 60/60  eval: loss") == 1  # once
+    assert "2 replicas" in printed and printed.count("step 60/60  eval: loss") == 1
     train_here(project, "--run-name", "one", "--steps", "60")
     assert_rounded_alike(project / "runs" / "two", project / "runs" / "one", 60)
     metrics = (project / "runs" / "two" / "metrics.jsonl").read_text().splitlines()
     (evaluation,) = (line for line in map(json.loads, metrics) if line["split"] == "eval")
     reported = [json.loads(line) for line in (project / "reports").read_text().splitlines()]
-    assert reported == [[evaluation, evaluation]]  # by both workers
+    assert reported == [[evaluation, evaluation]]  # each of the two workers reports the evaluation
 
 
 def test_a_worker_that_is_killed_changes_no_bit(project: Path, job: Job) -> None:

@@ -1,6 +1,6 @@
-"""A mirror in a bucket: ``make test-s3`` starts moto's S3 server, and trains with it.
+"""A run can be mirrored to a bucket, here on moto's S3 server (``make test-s3``).
 
-tests/engine/test_mirror.py has everything that does not depend on the place.
+tests/engine/test_mirror.py tests everything that does not depend on the kind of storage.
 """
 
 import re
@@ -32,7 +32,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGI
 
 
 class Bucket:
-    """A bucket of a server on this machine, which a project trains with."""
+    """A bucket on a local server, and a project that trains with it."""
 
     def __init__(self, endpoint: str, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class Bucket:
         return [entry["Name"] for entry in self._client.list_buckets()["Buckets"]]
 
     def allow(self, requests: int) -> None:
-        """Denies access to the keys of the tests after some requests."""
+        """Denies access with the keys of the tests after this number of requests."""
         request = urllib.request.Request(
             f"{self._endpoint}/moto-api/reset-auth",
             data=str(requests).encode(),
@@ -64,14 +64,13 @@ class Bucket:
         urllib.request.urlopen(request).close()
 
     def start(self, *flags: str) -> subprocess.Popen[bytes]:
-        """Starts training."""
         environ = engine.environment(AWS_ENDPOINT_URL=self._endpoint, **KEYS)
         command = engine.command_line(*FLAGS, *flags)
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(command, cwd=self.folder, env=environ, stdout=log, stderr=log)
 
     def train(self, *flags: str) -> tuple[int, str]:
-        """Trains; returns the exit code, and what was printed."""
+        """Trains, and returns the exit code and the output."""
         (self.folder / "log").unlink(missing_ok=True)
         code = self.start(*flags).wait(600)
         return code, (self.folder / "log").read_text()
@@ -79,7 +78,7 @@ class Bucket:
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    """The address of an S3 server."""
+    """Returns the address of an S3 server."""
     server = ThreadedMotoServer("127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()
@@ -89,7 +88,7 @@ def endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(endpoint: str, tmp_path: Path) -> Iterator[Bucket]:
-    """An empty bucket, and a project."""
+    """Returns an empty bucket with a project."""
     (tmp_path / "callbacks.py").write_text(PAUSING)
     yield Bucket(endpoint, tmp_path)
     urllib.request.urlopen(f"{endpoint}/moto-api/reset", data=b"").close()
@@ -103,7 +102,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) 
 
 
 def test_machine_is_lost_again_and_again(bucket: Bucket) -> None:
-    """While it copies and while it fetches; the weights are those of the uninterrupted run."""
+    """A run whose machine is lost while it copies or fetches files ends with the same weights."""
     runs = bucket.folder / "runs"
     code, log = bucket.train()
     assert code == 0, log
@@ -111,7 +110,7 @@ def test_machine_is_lost_again_and_again(bucket: Bucket) -> None:
     flags = ["--mirror=s3://bucket/my", PAUSE]
 
     def list_begun() -> list[int]:
-        """Returns the steps of which files are in the bucket, perhaps not the records."""
+        """Returns the steps whose files are in the bucket, perhaps without their records."""
         matches = (re.fullmatch(r"my/a/ckpt/ckpt-(\d+)\.index", n) for n in bucket.list_names())
         return [int(match[1]) for match in matches if match]
 
@@ -141,7 +140,10 @@ def test_machine_is_lost_again_and_again(bucket: Bucket) -> None:
 
 
 def test_rights_that_are_withdrawn_end_no_training(bucket: Bucket) -> None:
-    """A run that is here goes on; one that is only there is refused until it can be read."""
+    """A run on this machine continues, and one that is only in the bucket is refused.
+
+    It is fetched once access is allowed again.
+    """
     code, log = bucket.train("--mirror=s3://bucket/my", "--steps=10")
     assert (code, log.count("warning")) == (0, 0), log
     bucket.allow(0)

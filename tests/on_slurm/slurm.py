@@ -1,7 +1,7 @@
-"""A Slurm of two nodes on this machine: Debian's packages, in one temporary folder.
+"""A Slurm cluster of two nodes on this machine, from Debian's packages in a temporary folder.
 
-Both nodes are this machine. Their names are in an /etc/hosts of their own, which takes a mount
-namespace, and so root.
+Both nodes are this machine. Their names are in a separate /etc/hosts, which requires a mount
+namespace and therefore root.
 """
 
 import os
@@ -19,7 +19,7 @@ from ctl_core.cluster.supervisor import find_free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
 OURS = ("SLURM_", "SBATCH_", "CTL_", "TF_", "VENV", "VIRTUAL_ENV", "PYTHONPATH")
-NODES = ("node9", "node10")  # as text, the second one comes first
+NODES = ("node9", "node10")  # in alphabetical order, node10 is before node9
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -55,7 +55,7 @@ PartitionName=urgent Nodes=ALL MaxTime=60 State=UP PriorityTier=10
 
 
 def missing() -> str:
-    """Says what this machine lacks for a Slurm; empty if nothing."""
+    """Returns the reason why Slurm cannot run on this machine; empty if it can."""
     if lacks := [name for name in PROGRAMS if not shutil.which(name, path=_PATH)]:
         return f"{', '.join(lacks)} not installed"
     return "needs root" if os.geteuid() else ""
@@ -65,7 +65,7 @@ _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 class Slurm:
-    """A controller and two nodes that run until ``stop``."""
+    """A controller and two nodes, which run until ``stop`` is called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,7 +87,7 @@ class Slurm:
         }
 
     def start(self) -> None:
-        """Starts all of it, and waits until both nodes take jobs."""
+        """Starts the controller and the nodes, and waits until both nodes accept jobs."""
         files = [f"--{k}-file={self.folder}/munge.{k}" for k in ("key", "pid", "log", "seed")]
         socket_of = f"--socket={self.folder}/munge.socket"
         self._run("munged", "--foreground", "--force", socket_of, *files)
@@ -119,7 +119,7 @@ class Slurm:
         return "\n".join(texts)
 
     def call(self, *command: str, cwd: Path | None = None, check: bool = True) -> str:
-        """Runs one of Slurm's commands; returns what it says."""
+        """Runs a command of Slurm, and returns its output."""
         how: dict[str, Any] = {"cwd": cwd, "env": self.environ, "timeout": 60}
         done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
         if check and done.returncode:
@@ -127,17 +127,17 @@ class Slurm:
         return done.stdout
 
     def submit(self, project: Path, *options: str, partition: str = "work") -> str:
-        """Submits a job in a project; returns its number."""
+        """Submits a job in a project, and returns the job's number."""
         printed = self.call("sbatch", "--parsable", "--partition", partition, *options, cwd=project)
         return printed.strip().split(";")[0]
 
     def job(self, number: str) -> dict[str, str]:
-        """Returns what scontrol says of a job."""
+        """Returns the fields that scontrol shows for a job."""
         printed = self.call("scontrol", "show", "--oneliner", "job", number)
         return dict(re.findall(r"(\w+)=(\S*)", printed.splitlines()[0]))
 
     def wait(self, number: str, state: str = "COMPLETED", seconds: float = 900) -> dict[str, str]:
-        """Waits until a job is in this state; a job in another one for good is an error."""
+        """Waits until a job is in this state, and fails if the job ends in another state."""
         end = time.monotonic() + seconds
         while True:
             description = self.job(number)

@@ -1,4 +1,4 @@
-"""launch/slurm.sh on a real Slurm of two nodes here: ``make test-slurm`` runs it."""
+"""launch/slurm.sh works on a real Slurm cluster with two local nodes (``make test-slurm``)."""
 
 import os
 import re
@@ -25,7 +25,7 @@ __all__ = ["environment", "render"]
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm here: {missing()}")
 
-# The digits' hooks, slowed down so that there is time to disturb a run.
+# The hooks of the digits example, slowed down so that there is time to disturb a run.
 SLOW = """
 
 import time
@@ -39,7 +39,7 @@ SMALL = ("--cpus-per-task=1", "--time=10")
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """Two nodes that take one process each."""
+    """Returns a Slurm cluster with two nodes, each of which accepts one process."""
     started = Slurm(tmp_path_factory.mktemp("slurm"))
     try:
         started.start()
@@ -50,7 +50,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def project(render: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A generated project with launch/slurm.sh."""
+    """Returns a generated project with launch/slurm.sh."""
     folder = render(tmp_path_factory.mktemp("project"), launch="slurm")
     for name, more in (("slow.py", SLOW), ("failing.py", FAILING)):
         write_hooks(folder, name, more)
@@ -59,13 +59,13 @@ def project(render: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(project: Path) -> Path:
-    """The run of a cluster of two processes without Slurm, and without a loss."""
+    """Returns the run of two processes without Slurm, and without an interruption."""
     train_here(project, "--run-name", "undisturbed", "--workers", "2", *STEPS)
     return project / "runs" / "undisturbed"
 
 
 def printed(project: Path, number: str) -> str:
-    """Returns what the job's script has printed."""
+    """Returns the output of the job's script."""
     return (project / f"slurm-{number}.out").read_text()
 
 
@@ -74,7 +74,7 @@ def test_two_nodes_train_what_one_process_does(project: Path, slurm: Slurm) -> N
     slurm.wait(job)
     log = (project / "runs" / "two" / "slurm.log").read_text()
     assert "cluster: process 0 at node9:" in log and "cluster: process 1 at node10:" in log
-    assert log.count("step 60/60  eval: loss") == 1  # of one process, once
+    assert log.count("step 60/60  eval: loss") == 1  # printed by one process only
     assert f"job {job} is done" in printed(project, job)
     train_here(project, "--run-name", "one", "--steps", "60")
     assert_rounded_alike(project / "runs" / "two", project / "runs" / "one", 60)
@@ -93,11 +93,11 @@ def test_preemption_and_kills_change_no_bit(project: Path, slurm: Slurm, undistu
     assert_same_checkpoint(run, undisturbed, 1200)
     resumed = [int(step) for step in re.findall(RESUMED, log_of(run))]
     assert len(resumed) == 2
-    assert resumed[0] % 100 == 0  # the last one of a run that was killed
+    assert resumed[0] % 100 == 0  # the step of the last checkpoint before the kill
     assert log_of(run).count("stopped by SIGTERM, saved") == 1
 
 
-# With a fixed number of threads, since Slurm may give a process some of the cores only.
+# The number of threads is fixed, because Slurm may give a process only some of the cores.
 LOGICAL = ("--logical-replicas=4", "--intra-op-threads=1")
 
 
@@ -105,7 +105,7 @@ LOGICAL = ("--logical-replicas=4", "--intra-op-threads=1")
 def test_job_takes_the_nodes_that_are_there(
     project: Path, slurm: Slurm, logical: tuple[str, ...]
 ) -> None:
-    """Started again, the job has one node while the other is drained, and two after that."""
+    """The job restarts with one node while the other is drained, and with two nodes after that."""
     steps = (*STEPS, "--steps=300", "--ckpt-every=50", *logical)
     name = f"elastic-{len(logical)}"
     run = project / "runs" / name
@@ -138,7 +138,7 @@ def test_a_hook_that_fails_ends_the_job(project: Path, slurm: Slurm) -> None:
 
 
 def test_array_of_two_tasks_trains_two_runs(project: Path, slurm: Slurm) -> None:
-    """Each task is a run with a seed of its own; one that is killed starts again by itself."""
+    """Each task of the array is a run with its own seed, and a killed task restarts by itself."""
     options = ("-N1", "--array=3-4", *SMALL, "launch/slurm.sh", "--run-name", "array")
     job = slurm.submit(project, *options, *STEPS, "--steps", "400")
     trained_to(project / "runs" / "array-4", 100)
@@ -152,6 +152,6 @@ def test_array_of_two_tasks_trains_two_runs(project: Path, slurm: Slurm) -> None
 
 
 def log_of(run: Path) -> str:
-    """Returns what the processes of a run have printed."""
+    """Returns the output of the processes of a run."""
     log = run / "slurm.log"
     return log.read_text() if log.exists() else ""

@@ -1,8 +1,7 @@
-"""tracker.py with each service's own package, offline: ``make test-trackers`` installs and runs it.
+"""Each tracker.py works offline with the package of its service (``make test-trackers``).
 
-A run of a rendered project is killed and started again; what the service has of it then is read
-back by its own tool, and compared with metrics.jsonl. docs/experiment-trackers.md says what is
-found here.
+A run of a rendered project is killed and resumed. The tool of the service then reads the run, which
+is compared with metrics.jsonl. docs/experiment-trackers.md describes the results.
 """
 
 import json
@@ -43,7 +42,7 @@ Rows = Counter[tuple[str, int]]
 
 
 def rows_of(folder: Path) -> Rows:
-    """The names and steps of metrics.jsonl, as trackers have them."""
+    """Returns how often each name and step is in metrics.jsonl, with the names of trackers."""
     path = folder / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -82,7 +81,7 @@ def of_comet(folder: Path, id: str) -> tuple[Rows, bytes]:
             sent += b"".join(map(archive.read, archive.namelist()))
             for line in archive.read("messages.json").splitlines():
                 metric = json.loads(line)["payload"].get("metric") or {"metricName": ""}
-                if "/" in metric["metricName"]:  # Comet has one of its own
+                if "/" in metric["metricName"]:  # Comet adds a metric without a slash in its name
                     rows[metric["metricName"], metric["step"]] += 1
     return rows, sent
 
@@ -99,7 +98,8 @@ def of_trackio(folder: Path, id: str) -> tuple[Rows, bytes]:
     return Rows((name, row["step"]) for name in names for row in values[name]), sent
 
 
-# How each is read back, and whether it has what was logged by a process that was killed.
+# For each service: a function that reads a run from it, and whether the service keeps values that
+# were logged by a killed process.
 SERVICES: dict[str, tuple[Callable[[Path, str], tuple[Rows, bytes]], bool]] = {
     "wandb": (of_wandb, False),
     "mlflow": (of_mlflow, True),
@@ -130,7 +130,7 @@ def test_a_run_that_is_killed_goes_on_in_the_same_place(
     while not (project / "held").exists():
         assert process.poll() is None
         time.sleep(0.1)
-    time.sleep(2)  # for what is logged in the background
+    time.sleep(2)  # lets the tracker log in the background
     process.kill()
     (project / "hold").unlink()
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The fixtures that the template's tests share."""
+"""Fixtures that the tests of the template share."""
 
 from tests.helpers.rendering import digits, environment, projects, render, run, template_repository
 

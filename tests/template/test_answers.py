@@ -1,4 +1,4 @@
-"""Bad answers are refused in one line, odd ones work; and from wherever the template is taken."""
+"""Wrong answers are refused in one line, unusual ones work, and all sources give one project."""
 
 import json
 import shutil
@@ -15,9 +15,10 @@ from markdown_it import MarkdownIt
 from template_answers import check_slug
 from tests.helpers.rendering import ROOT, Render, Run, commit, files
 
-# cookiecutter renders answers that come from outside; this one arrives as two braces.
+# cookiecutter renders answers from the command line as templates. This expression becomes two
+# braces.
 TWO_BRACES = "{{ '{' * 2 }}"
-# The answer, its value, and why it cannot be.
+# An answer, its value, and the reason why it is refused.
 REFUSED = [
     ("project_slug", "3d", "is no lower-case Python name"),
     ("project_slug", "x" * 300, "is no lower-case Python name"),
@@ -35,7 +36,7 @@ REFUSED = [
 
 
 def test_every_accepted_slug_is_text_in_yaml() -> None:
-    """YAML 1.1 has these words; the files of launch/ have the slug without quotes."""
+    """A slug must be a string in YAML 1.1, because the files of launch/ do not quote it."""
     for word in ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "nan", "inf", "e1"):
         try:
             check_slug(word)
@@ -59,7 +60,7 @@ def test_wrong_answers_are_refused(
 
 
 def test_wrong_answers_are_refused_on_the_command_line(run: Run, tmp_path: Path) -> None:
-    """The line is all there is."""
+    """The message about a wrong answer is the only output."""
     command = ["cookiecutter", ROOT, "--no-input", "project_slug=../keras"]
     done = run(*command, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout.count("\n"), done.stderr) == (1, 1, "")
@@ -90,7 +91,7 @@ FINE = [
 
 @pytest.mark.parametrize(("text", "other"), FINE)
 def test_odd_text_arrives_as_typed(text: str, other: str, render: Render, tmp_path: Path) -> None:
-    """TOML, Markdown and the licence show the texts; every Python file still compiles."""
+    """TOML, Markdown and the license contain the text unchanged, and every Python file compiles."""
     answers = {"project_name": text, "description": other, "author": text}
     project = render(tmp_path, project_slug="fine", **answers)
     metadata = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
@@ -109,28 +110,28 @@ def test_odd_text_arrives_as_typed(text: str, other: str, render: Render, tmp_pa
 
 
 def test_without_author_and_description(render: Render, tmp_path: Path) -> None:
-    """Both may be empty: the files do without them."""
+    """The author and the description may be empty, and the files then omit them."""
     project = render(tmp_path, author="", description=" ")
     metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     assert "authors" not in metadata
     assert metadata["description"] == ""
     assert "Copyright (c) the authors of My Training\n" in (project / "LICENSE").read_text()
-    assert (project / "README.md").read_text().startswith("# My Training\n\n## ")
+    assert (project / "README.md").read_text().startswith("# My Training\n\nA small ")
 
 
-# ---- From wherever the template is taken it comes out the same, and it can be updated ------------
+# ---- The project is the same from each source of the template, and can be updated ----------------
 
 
 @pytest.fixture(scope="module")
 def from_folder(
     tmp_path_factory: pytest.TempPathFactory, render: Render, template_repository: Path
 ) -> dict[str, bytes]:
-    """The files of a project with default answers, from a local path."""
+    """Returns the files of a project with default answers, rendered from a local path."""
     return files(render(tmp_path_factory.mktemp("folder"), template_repository))
 
 
 def check_engine(project: Path, template: Path) -> None:
-    """The vendored engine and its tests are real files, the same as the template's."""
+    """Asserts that the vendored engine and its tests are copies of the template's, not links."""
     for folder, source in (("ctl_core", "ctl_core"), ("tests/engine", "tests/engine_net")):
         assert not (project / folder).is_symlink()
         assert files(project / folder) == files(template / source)
@@ -151,7 +152,7 @@ def test_zip_archive(
     from_folder: dict[str, bytes],
     tmp_path: Path,
 ) -> None:
-    """The symlink arrives as a text file and the modes are lost: the post hook mends both."""
+    """The post hook repairs the symlink, which arrives as a text file, and the lost file modes."""
     archive = tmp_path / "template.zip"
     run(
         *["git", "archive", "--format=zip", "--prefix=template-main/", "-o", archive, "HEAD"],
@@ -164,7 +165,7 @@ def test_zip_archive(
     check_engine(project, template_repository)
     assert files(project) == from_folder
     assert (project / "train.sh").stat().st_mode & 0o111 == 0o111
-    # A commit of the real files, not of the links.
+    # The commit has the real files, not the links.
     for folder in ("ctl_core/", "tests/engine/"):
         assert folder in run("git", "ls-files", folder, cwd=project).stdout
 
@@ -176,7 +177,7 @@ def test_cruft_create_and_update(
     from_folder: dict[str, bytes],
     tmp_path: Path,
 ) -> None:
-    """The user's callbacks.py and the engine's new version both survive an update."""
+    """An update keeps the user's callbacks.py, and brings the new version of the engine."""
     template = tmp_path / "template"
     shutil.copytree(template_repository, template, symlinks=True)
     cruft = [sys.executable, "-m", "cruft"]
@@ -187,13 +188,13 @@ def test_cruft_create_and_update(
     assert {**files(project), ".cruft.json": b""} == {**from_folder, ".cruft.json": b""}
     assert "git: repository with a first commit made; add .cruft.json" in done.stdout
 
-    # The user: an edit of callbacks.py, and own data.
+    # The user edits callbacks.py and adds data.
     edited = (project / "callbacks.py").read_text() + "\n# mine\n"
     (project / "callbacks.py").write_text(edited)
     (project / "data" / "mine.csv").write_text("1\n")
     commit(run, project, "Mine")
 
-    # The template: the engine changes, also by a new file, and so do the example and a setting.
+    # The template changes the engine, adds a file to it, and changes the example and the workflow.
     errors = template / "ctl_core" / "run" / "errors.py"
     errors.write_text(errors.read_text() + "\nNEW = 1\n")
     (template / "ctl_core" / "new.py").write_text('"""New."""\n')

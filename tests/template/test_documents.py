@@ -1,8 +1,8 @@
-"""The documents: links lead somewhere, and every command runs as it stands or is marked why not.
+"""In the documents, links are valid, and every command runs or is marked with a reason.
 
-Commands stand in fenced blocks of ``sh``. A comment ``<!-- not run: why -->`` before one marks it.
-Training and using runs is done in this process, for a start costs seconds; what makes environments
-and clusters is run by a real shell, which is slow.
+Commands are in fenced blocks of ``sh``. A comment ``<!-- not run: REASON -->`` before a block marks
+it. Commands that train or use runs are run in this process, because starting one takes seconds.
+Commands that create environments or clusters are run in a real shell, which is slow.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from tests.helpers.rendering import ROOT, TEMPLATE, Project, Render
 
 PROJECTS = TEMPLATE / "README.md"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# But for the tutorial, which test_tutorial follows.
+# All guides except the tutorial, which test_tutorial follows.
 GUIDES = [*(page for page in DOCUMENTS if page.stem != "tutorial"), PROJECTS]
 GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", TEMPLATE / "SECURITY.md"]
 PAGES = [*DOCUMENTS, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md"))]
@@ -46,20 +46,20 @@ def read_tokens(page: Path) -> Iterator[Token]:
 
 
 def find_links(page: Path) -> list[str]:
-    """Returns what a page links to, except on the web."""
+    """Returns the targets of a page's links, except those on the web."""
     targets = [str(t.attrs["href"]) for t in read_tokens(page) if t.type == "link_open"]
     return [link for link in targets if not re.match(r"https?:", link)]
 
 
 def find_anchors(page: Path) -> set[str]:
-    """Returns the headings of a page, as GitHub names them in a link."""
+    """Returns the anchors of a page's headings, as GitHub names them."""
     pairs = itertools.pairwise(read_tokens(page))
     headings = [text.content for before, text in pairs if before.type == "heading_open"]
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
 def find_broken(page: Path) -> list[str]:
-    """Returns the links of a page that lead nowhere."""
+    """Returns the links of a page whose target does not exist."""
     wrong = []
     for link in find_links(page):
         path, _, anchor = link.partition("#")
@@ -75,13 +75,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_document_is_a_page_of_the_site() -> None:
-    """The navigation of mkdocs.yml lists each of them once, and no other page."""
+    """The navigation of mkdocs.yml lists each document once, and no other page."""
     pages = list_pages(read_config()["nav"])
     assert sorted(pages) == sorted(list_documents().values())
 
 
 def test_what_a_projects_readme_names(projects: list[Project]) -> None:
-    """Checks that the files, hooks and documents named in README.md and AGENTS.md exist."""
+    """All files, hooks and documents that are named in README.md and AGENTS.md exist."""
     for project in projects:
         readme = project.folder / "README.md"
         assert find_broken(project.folder / "SECURITY.md") == [], project.answers
@@ -104,13 +104,13 @@ def test_what_a_projects_readme_names(projects: list[Project]) -> None:
 
 
 class Command(NamedTuple):
-    """A line of a block: the command, and the comment behind it."""
+    """A command in a block, and the comment after it on the same line."""
 
     text: str
     comment: str
 
     def words(self) -> list[str]:
-        """Returns the words of a command of the engine; none if it is of another program."""
+        """Returns the arguments of a command of the engine; empty for other programs."""
         words = shlex.split(self.text)
         while words and re.match(r"CTL_\w+=", words[0]):
             words.pop(0)
@@ -120,7 +120,7 @@ class Command(NamedTuple):
 
 
 def read_commands(page: Path, marked: bool = False) -> list[list[Command]]:
-    """Returns the commands of a page, block by block: those to be run, or those that are marked."""
+    """Returns the commands of a page, block by block: those to run, or those that are marked."""
     tokens = MarkdownIt().parse(page.read_text("utf-8"))
     commands = []
     for before, token in zip([None, *tokens], tokens, strict=False):
@@ -136,7 +136,7 @@ def read_commands(page: Path, marked: bool = False) -> list[list[Command]]:
 
 
 def shell_commands(page: Path) -> list[str]:
-    """Returns what wants a shell: whole blocks with other programs in them, and clusters."""
+    """Returns the commands that need a shell: whole blocks with other programs, and clusters."""
     commands = []
     for block in read_commands(page):
         whole = not all(command.words() for command in block)
@@ -145,14 +145,14 @@ def shell_commands(page: Path) -> list[str]:
 
 
 def test_every_command_is_run_or_marked() -> None:
-    """Those that no test below runs need a mark, and a mark belongs to a block."""
+    """Commands that no test below runs are marked, and each mark belongs to a block."""
     for page in (*GUIDES, *SECTIONS):
         marks = page.read_text("utf-8").count("<!-- not run")
         assert marks == len(read_commands(page, marked=True)), page
-    for page in SECTIONS:  # tests/examples trains them on little
+    for page in SECTIONS:  # tests/examples trains these on small data
         assert read_commands(page) == [], f"{page}: mark it"
-    wanted = {page: shell_commands(page) for page in GUIDES if page != PROJECTS}
-    assert len(wanted.pop(ROOT / "README.md")) == 3  # test_commands_in_a_shell
+    wanted = {page.name: shell_commands(page) for page in GUIDES if page != PROJECTS}
+    assert len(wanted.pop("README.md")) == 4  # test_commands_in_a_shell
     assert not any(wanted.values()), f"run them in a test, or mark them: {wanted}"
     assert shell_commands(PROJECTS) == ["./train.sh --workers 2"]
 
@@ -184,8 +184,31 @@ def test_commands_in_sentences_and_of_marked_blocks_are_understood(
     assert seen > 9
 
 
+def test_program_for_a_table_in_a_projects_readme_learns(
+    digits: Path,
+    cli: Cli,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """It trains on a table as the text describes it: with the project's settings, and as it is."""
+    programs = re.findall(
+        r"^```python\n(.*?)^```$", (digits / "README.md").read_text(), re.M | re.S
+    )
+    (program,) = (text for text in programs if "table.csv" in text)
+    (tmp_path / "callbacks.py").write_text(program)
+    (tmp_path / "config.yaml").write_text((digits / "config.yaml").read_text())
+    random = np.random.default_rng(0)
+    numbers = random.normal([100.0, -3.0], [10.0, 0.1], size=(500, 2))
+    label = (numbers[:, 0] > 100.0) * 2 + (numbers[:, 1] > -3.0)
+    table = np.column_stack([numbers, label])
+    np.savetxt(tmp_path / "table.csv", table, "%g", ",", header="length,width,kind", comments="")
+    outcome = cli(None, command=("train", "--run-name", "a", "--steps", "200"))
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    (accuracy,) = re.findall(r"^step 200/200  eval: .*accuracy ([\d.]+)", outcome.out, re.M)
+    assert float(accuracy) > 0.9
+
+
 def test_targets_of_make_exist() -> None:
-    """Marked blocks name some, and the text between."""
+    """All make targets that are named in a block or in a sentence exist."""
     text = "\n".join(page.read_text("utf-8") for page in (*DOCUMENTS, ROOT / "CONTRIBUTING.md"))
     targets = set(re.findall(r"(?:^|`|&& )make ([a-z-]+)", text, re.M))
     rules = " ".join(re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), re.M))
@@ -199,12 +222,12 @@ def test_commands_in_a_project(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the order of the documents; what their comments promise is there."""
+    """Commands run in the order of the documents, and the promises in their comments are true."""
     project = render(tmp_path)
     monkeypatch.chdir(project)
     sys.path.insert(0, str(project))
     config = (project / "config.yaml").read_text()
-    assert "batch_size: 64" in config  # of little pictures, of which fewer do
+    assert "batch_size: 64" in config  # a smaller batch suffices for these small images
     (project / "config.yaml").write_text(config.replace("batch_size: 64", "batch_size: 16"))
     with np.load(project / "data" / "digits.npz") as digits:
         images = next(digits[name] for name in digits.files if digits[name].ndim > 1)
@@ -229,22 +252,25 @@ def test_commands_in_a_project(
 
 @pytest.mark.slow
 def test_commands_in_a_shell(tmp_path: Path, environment: dict[str, str]) -> None:
-    """As on a new machine; uvx runs the cookiecutter that is installed here."""
+    """The commands work on a new machine, with the installed cookiecutter in place of ``uvx``."""
     (tmp_path / "uvx").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m "$@"\n')
     (tmp_path / "uvx").chmod(0o755)
     more = {"HOME": str(tmp_path), "VIRTUAL_ENV": sys.prefix}
     more["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    url = "gh:OWNER/cookiecutter-tensorflow-ctl"
+    commands = "\n".join(shell_commands(ROOT / "README.md"))
+    assert url in commands
     done = subprocess.run(
-        ["bash", "-euxc", "\n".join(shell_commands(ROOT / "README.md"))],
-        cwd=ROOT,
+        ["bash", "-euxc", commands.replace(url, shlex.quote(str(ROOT)))],
+        cwd=tmp_path,
         env=environment | more,
-        input="\n" * 20,  # cookiecutter's questions get their defaults
+        input="\n" * 20,  # accepts the default answers to cookiecutter's questions
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = list((tmp_path / "projects" / "my_training" / "runs").iterdir())
+    runs = list((tmp_path / "my_training" / "runs").iterdir())
     assert [path for path in runs if (path / "worker-1.log").exists()]
     for run in runs:
         assert {"config.yaml", "train.log", "metrics.jsonl", "ckpt", "tb"} <= set(os.listdir(run))

@@ -1,6 +1,7 @@
-"""launch/kubernetes.yaml: it is valid, pods find each other, and what ends one is acted on.
+"""launch/kubernetes.yaml is valid, pods find each other, and exit codes have consequences.
 
-That the engine ends with these codes, and goes on after them, is in tests/golden and tests/engine.
+Tests in tests/golden and tests/engine check that the engine ends with these codes, and that runs
+resume after them.
 """
 
 import json
@@ -16,7 +17,7 @@ from tests.helpers.rendering import Render
 
 @pytest.fixture(scope="module")
 def documents(render: Render, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The documents of the manifest by their kinds."""
+    """Returns the documents of the manifest by their kinds."""
     project = render(tmp_path_factory.mktemp("pods"), launch="kubernetes")
     manifest: Path = project / "launch" / "kubernetes.yaml"
     return {document["kind"]: document for document in yaml.safe_load_all(manifest.read_text())}
@@ -28,7 +29,7 @@ def test_the_manifest_is_valid(documents: dict[str, Any]) -> None:
 
 
 def test_pods_find_each_other(documents: dict[str, Any]) -> None:
-    """By the host names that Kubernetes gives to the pods of an Indexed Job behind a Service."""
+    """Pods use the host names that Kubernetes gives to an Indexed Job behind a Service."""
     name, job = documents["Job"]["metadata"]["name"], documents["Job"]["spec"]
     pod, service = job["template"]["spec"], documents["Service"]
     assert pod["subdomain"] == service["metadata"]["name"]
@@ -44,7 +45,10 @@ def test_pods_find_each_other(documents: dict[str, Any]) -> None:
 
 
 def test_mistakes_end_the_job_and_losses_do_not(documents: dict[str, Any]) -> None:
-    """1 and 2: a hook or setting that fails; 75, 137, 143: others are gone, SIGKILL, SIGTERM."""
+    """Exit codes 1 and 2 mean that a hook or a setting is wrong, so that the job fails.
+
+    After 75 (lost peers), 137 (SIGKILL) and 143 (SIGTERM), a new pod is started.
+    """
     rules = documents["Job"]["spec"]["podFailurePolicy"]["rules"]
     train = {"containerName": "train", "operator": "In"}
     for action, codes in (("FailJob", [1, 2]), ("Ignore", [75, 137, 143])):
@@ -68,7 +72,7 @@ def test_a_pod_has_no_more_rights_than_it_needs(documents: dict[str, Any]) -> No
 
 
 def test_only_the_pods_of_the_job_reach_its_ports(documents: dict[str, Any]) -> None:
-    """Everything else is dropped, for a policy that selects a pod allows only what it lists."""
+    """A policy that selects a pod allows only the connections that it lists."""
     pods = {"matchLabels": documents["Service"]["spec"]["selector"]}
     assert documents["NetworkPolicy"]["spec"] == {
         "podSelector": pods,

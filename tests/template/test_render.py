@@ -1,4 +1,4 @@
-"""Each answer to the prompts' questions renders to a clean project: files, settings, linters."""
+"""Each answer to the prompts gives a project with the right files and settings, and no lint."""
 
 import os
 import re
@@ -24,7 +24,7 @@ LAUNCH = {
     "skypilot": ["skypilot.yaml"],
     "vertex": ["vertex.yaml", "Dockerfile", "Dockerfile.dockerignore"],
 }
-# The packages that each tracker asks for, as they are imported.
+# The package that each tracker requires, under the name with which it is imported.
 TRACKERS = {"wandb": "wandb", "mlflow": "mlflow", "comet": "comet_ml", "trackio": "trackio"}
 METRICS = {"tfrecords": "validation/loss", "gan": "frechet"}
 MARKS = re.compile(r"\{\{|\{%|\{#|cookiecutter\.[a-z_]")
@@ -38,7 +38,7 @@ ALWAYS = """
 
 
 def expect_files(answers: dict[str, str], uses_digits: bool) -> set[str]:
-    """Returns the files that answers ask for, without the engine and its tests."""
+    """Returns the files that a project with these answers has, without the engine and its tests."""
     example = answers["example"]
     expected = set(ALWAYS.split())
     for answer, name in (
@@ -61,7 +61,7 @@ def expect_files(answers: dict[str, str], uses_digits: bool) -> set[str]:
 
 
 def test_project_holds_the_files_of_its_answers(projects: list[Project]) -> None:
-    """A project holds the files of its answers, no mark of the template, and the engine's bytes."""
+    """A project has the files of its answers, no template syntax, and a copy of the engine."""
     engine = {f"ctl_core/{name}": content for name, content in files(ROOT / "ctl_core").items()}
     net = files(ROOT / "tests" / "engine_net")
     engine |= {f"tests/engine/{name}": content for name, content in net.items()}
@@ -88,7 +88,7 @@ def test_project_holds_the_files_of_its_answers(projects: list[Project]) -> None
 
 
 def find_tensorflow(requirements: list[Requirement], machine: str, platform: str) -> list[str]:
-    """Returns the TensorFlow that is installed on a machine, with its extras."""
+    """Returns the TensorFlow packages that are installed on a machine, with their extras."""
     environment = {"platform_machine": machine, "sys_platform": platform}
     return [
         requirement.name + "".join(f"[{extra}]" for extra in sorted(requirement.extras))
@@ -99,7 +99,7 @@ def find_tensorflow(requirements: list[Requirement], machine: str, platform: str
 
 
 def test_pyproject_of_each_project(projects: list[Project]) -> None:
-    """It names the right TensorFlow for each machine, the licence, and what own files need."""
+    """pyproject.toml names the license, each machine's TensorFlow, and packages of own files."""
     for answers, _, _, settings in projects:
         metadata = settings["project"]
         assert metadata.get("license", "none") == answers["license"]
@@ -114,7 +114,7 @@ def test_pyproject_of_each_project(projects: list[Project]) -> None:
         names = {requirement.name.removesuffix("-skinny") for requirement in needed}
         expected = {TRACKERS[answers["tracker"]]} if answers["tracker"] != "none" else set()
         assert names & {*TRACKERS.values()} == expected
-        # For uv and for pip.
+        # uv reads dependency groups, and pip reads optional dependencies.
         assert settings["dependency-groups"] == metadata["optional-dependencies"]
         assert ("ray" in settings["dependency-groups"]) == (answers["launch"] in ("ray", "all"))
         tool = settings["tool"]
@@ -130,7 +130,7 @@ def test_pyproject_of_each_project(projects: list[Project]) -> None:
 
 
 def test_own_files_are_those_of_the_answers(projects: list[Project]) -> None:
-    """tracker.py, sweep.py and what speaks of them; nothing does where they are not asked for."""
+    """tracker.py, sweep.py and text about them exist only if the answers ask for them."""
     words = {"tracker": r"\btracker|wandb|mlflow|comet|trackio", "sweep": r"sweep\.py|optuna"}
     for project in projects:
         answers = project.answers
@@ -152,7 +152,7 @@ def test_own_files_are_those_of_the_answers(projects: list[Project]) -> None:
 
 
 def test_yaml_files_of_each_project(projects: list[Project]) -> None:
-    """config.yaml has the example's settings; the workflow and pre-commit name tools there are."""
+    """config.yaml has the example's settings; CI and pre-commit use tools that are installed."""
     common = ["batch_size", "steps", "learning_rate", "seed", "ckpt_every", "eval_every", "hparams"]
     for project in projects:
         config = yaml.safe_load(project.text("config.yaml"))
@@ -178,7 +178,7 @@ def test_yaml_files_of_each_project(projects: list[Project]) -> None:
 
 
 def test_projects_pass_ruff_and_shellcheck(projects: list[Project], run: Run) -> None:
-    """Neither finds anything in any project, with the project's own settings."""
+    """With the settings of the project, ruff and shellcheck find nothing in any project."""
     folders, place = [project.folder for project in projects], projects[0].folder
     for command in (["check"], ["format", "--check"]):
         run("ruff", *command, "--no-cache", *folders, cwd=place.parent)
@@ -188,13 +188,14 @@ def test_projects_pass_ruff_and_shellcheck(projects: list[Project], run: Run) ->
 
 @pytest.mark.slow
 def test_projects_pass_mypy(projects: list[Project], run: Run, tmp_path: Path) -> None:
-    """mypy finds nothing, with or without the packages; each file that differs is read once."""
+    """mypy finds nothing in any project. Projects without new Python files are skipped."""
     read: set[bytes] = set()
     place = tmp_path / "project"
     for project in projects:
         new = {text for name, text in project.files.items() if name.endswith(".py")} - read
         if new:
-            # In one place, with one cache: most of it is the packages'.
+            # All projects are checked in the same folder, because they then share a cache for
+            # installed packages.
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(project.folder, place)
             run("mypy", "--cache-dir", tmp_path / "cache", cwd=place)
@@ -203,7 +204,7 @@ def test_projects_pass_mypy(projects: list[Project], run: Run, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_ci_checks_the_engine_of_a_project(digits: Path, run: Run, tmp_path: Path) -> None:
-    """The commands of the project's workflow pass as they are, and find a mistake in the engine."""
+    """The commands of the project's workflow pass, and fail if the engine contains a mistake."""
     project = tmp_path / "project"
     shutil.copytree(digits, project)
     workflow = yaml.safe_load((project / ".github" / "workflows" / "ci.yml").read_text())
@@ -220,9 +221,9 @@ def test_ci_checks_the_engine_of_a_project(digits: Path, run: Run, tmp_path: Pat
 
 
 def test_same_tool_settings_as_this_repository(digits: Path) -> None:
-    """callbacks.py is checked there as the examples are here, and the engine needs the same.
+    """A project checks its files and the engine with the settings of this repository.
 
-    How long a line or a function of a project may be, and how complex, is its owner's decision.
+    Limits on the length of lines and functions and on their complexity are left to its owner.
     """
     here = tomllib.loads((ROOT / "pyproject.toml").read_text())
     there = tomllib.loads((digits / "pyproject.toml").read_text())
@@ -241,11 +242,11 @@ def test_same_tool_settings_as_this_repository(digits: Path) -> None:
         assert ours == theirs
         now, allowed = Version(version(tool)), Requirement(ours).specifier
         assert allowed.contains(now)
-        # A newer minor version may find more.
+        # A newer minor version may report more, so the allowed range must exclude it.
         assert not SpecifierSet(str(allowed)).contains(f"{now.major}.{now.minor + 1}")
 
 
-# As CI, a person, an editor and pre-commit call them.
+# The linters as they are called by CI, by users, by editors and by pre-commit.
 LINTERS = (
     ("ruff", "check", "--no-cache", "."),
     ("mypy",),
@@ -258,7 +259,7 @@ USE = "\n\ndef use():\n    from ctl_core import planted\n\n    return planted.pl
 
 
 def test_linters_leave_the_engine_alone(digits: Path, run: Run, tmp_path: Path) -> None:
-    """A copy of the engine that was changed, or is of another style, is not theirs to judge."""
+    """Linters ignore a user's copy of the engine, even if it was changed or has another style."""
     project = tmp_path / "project"
     shutil.copytree(digits, project)
     (project / "ctl_core" / "planted.py").write_text(PLANTED)
@@ -274,7 +275,7 @@ def test_linters_leave_the_engine_alone(digits: Path, run: Run, tmp_path: Path) 
 
 
 def test_git_leaves_out_what_commands_write(digits: Path, tmp_path: Path, run: Run) -> None:
-    """And nothing that is a user's own to commit, also where it has such a name further down."""
+    """Git ignores the files that commands write, but no files of the user with similar names."""
     project = tmp_path / "project"
     shutil.copytree(digits, project, ignore=shutil.ignore_patterns(".git", "ctl_core"))
     run("git", "init", "--quiet", cwd=project)
@@ -291,7 +292,7 @@ def test_git_leaves_out_what_commands_write(digits: Path, tmp_path: Path, run: R
 
 
 def test_every_launch_file_warns_of_the_open_ports(projects: list[Project]) -> None:
-    """A cluster's ports have no password, which each place where one is started says."""
+    """The ports of a cluster have no password, and each file that starts one warns of this."""
     warned = set()
     for project in projects:
         assert "no password" in project.text("SECURITY.md")
@@ -310,20 +311,27 @@ def test_only_runs_belongs_to_the_user_of_an_image(projects: list[Project]) -> N
 
 
 def test_examples_are_whole() -> None:
-    """Each has settings and says what to expect, most are short; the hook knows all of them."""
+    """Each has settings and five parts for the project's README; the hook knows all of them."""
     hook = (ROOT / "hooks" / "post_gen_project.py").read_text()
     known = re.search(r"EXAMPLES = \((.*?)\)", hook, re.S)
     assert known and [*re.findall(r'"(\w+)"', known[1]), "blank"] == EXAMPLES
     folder = SOURCES / "examples"
-    for name in set(EXAMPLES) - {"digits", "blank"}:
-        assert (folder / f"{name}.yaml").exists() and (folder / f"{name}.md").exists(), name
+    for name in EXAMPLES:
+        assert (folder / f"{name}.yaml").exists() or name == "blank"
+        parts = [
+            part.strip() for part in (folder / f"{name}.md").read_text().split("<!-- part -->\n")
+        ]
+        introduction, output, experiment, usage, _ = parts
+        assert introduction and "ctl_core.load(" in usage, name
+        assert bool(experiment) == (name != "blank"), name
+        # Nobody has trained cifar10_vgg to its end here.
+        assert ("\ndone: step " in output) == (name not in ("blank", "cifar10_vgg")), name
     pictures = [*TEMPLATE.glob("pictures/*/*")]
     assert {path.parent.name for path in pictures} <= set(EXAMPLES)
     assert all(path.suffix == ".png" and path.stat().st_size < 60_000 for path in pictures)
 
 
 def test_project_has_a_first_commit_of_everything(digits: Path, run: Run) -> None:
-    """There is a commit on main of everything, and no more."""
     assert run("git", "branch", "--show-current", cwd=digits).stdout == "main\n"
     assert run("git", "rev-list", "--count", "HEAD", cwd=digits).stdout == "1\n"
     assert run("git", "status", "--porcelain", cwd=digits).stdout == ""
@@ -331,7 +339,7 @@ def test_project_has_a_first_commit_of_everything(digits: Path, run: Run) -> Non
 
 
 def test_prints_the_next_three_commands(run: Run, tmp_path: Path) -> None:
-    """Where nobody has told git who commits, no name is made up."""
+    """If git does not know the user, no commit is made, and the output says so."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     where = {"PWD": str(tmp_path), "HOME": str(tmp_path)}
@@ -343,7 +351,7 @@ def test_prints_the_next_three_commands(run: Run, tmp_path: Path) -> None:
 
 
 def test_generating_over_a_project_keeps_its_data(render: Render, run: Run, tmp_path: Path) -> None:
-    """cookiecutter -f with the blank example leaves files that the template did not bring."""
+    """``cookiecutter -f`` keeps files that are not from the template."""
     project = render(tmp_path, example="blank")
     (project / "data").mkdir()
     (project / "data" / "mine.csv").write_text("1\n")
@@ -359,7 +367,10 @@ def test_generating_over_a_project_keeps_its_data(render: Render, run: Run, tmp_
 def test_tests_of_a_project(
     render: Render, run: Run, tmp_path: Path, example: str, code: int
 ) -> None:
-    """They pass as they are, but for a blank project's hooks, of which one line names the first."""
+    """A new project passes its tests.
+
+    A blank project fails one, and the message has one line, which names the first missing hook.
+    """
     project = render(tmp_path, example=example)
     command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"]
     done = run(*command, cwd=project, check=False)

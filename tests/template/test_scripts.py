@@ -1,5 +1,6 @@
-"""What scripts/ makes is what stands there; which Pythons are allowed is said alike everywhere."""
+"""Generated files are up to date, and all files allow the same versions of Python."""
 
+import os
 import re
 import runpy
 import signal
@@ -8,6 +9,7 @@ import tomllib
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from ctl_core.run.errors import PeerLost, RunError, SetupError
+from scripts import terminal
 from scripts.tables import DOCS, write_all, write_list_of_pages
 from tests.helpers.rendering import ROOT, TEMPLATE
 
@@ -38,8 +41,8 @@ def test_the_page_of_errors_lists_the_exit_codes() -> None:
 def test_the_digits_are_what_the_script_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each digit a fifth is held out."""
-    monkeypatch.delitem(sys.modules, "sklearn")  # hidden by tests/helpers/lean
+    """A fifth of the images of each digit is held out."""
+    monkeypatch.delitem(sys.modules, "sklearn")  # tests/helpers/lean hides this package
     from scripts.make_digits import FILE, make
 
     assert FILE == TEMPLATE / "data" / "digits.npz"
@@ -65,17 +68,17 @@ def test_the_range_is_what_tensorflow_and_keras_allow(pythons: dict[str, Any]) -
         assert all(f"{version}.0" in allowed for version in pythons["allowed"]())
 
 
-# What a job may do that needs more than to read the repository.
+# The permissions of jobs that need more than read access to the repository.
 RIGHTS = {
     "report": {"issues": "write"},
     "publish": {"pages": "write", "id-token": "write"},
 }
-# The actions that publish the site; a project has none.
+# The actions that publish the site, which a project does not have.
 PUBLISHING = re.compile(r"actions/(upload-pages-artifact|deploy-pages)@")
 
 
 def test_workflows_pin_actions_and_have_few_rights(digits: Path) -> None:
-    """Those of a project pin the same ones, so that a test fails where only one of them is new."""
+    """A project pins the same actions as this repository, so neither can be updated alone."""
     pinned: dict[Path, set[str]] = {}
     for root in (ROOT, digits):
         assert yaml.safe_load((root / ".github/dependabot.yml").read_text())["version"] == 2
@@ -95,7 +98,7 @@ def test_workflows_pin_actions_and_have_few_rights(digits: Path) -> None:
 
 
 def test_weekly_tests_are_on_here_and_off_in_a_project(digits: Path) -> None:
-    """They test what `make` has targets for, and open an issue with the right of that job."""
+    """The job ``report`` runs after all other jobs and opens an issue."""
     here, there = (
         yaml.safe_load((root / ".github" / "workflows" / "scheduled.yml").read_text())
         for root in (ROOT, digits)
@@ -113,17 +116,38 @@ def test_weekly_tests_are_on_here_and_off_in_a_project(digits: Path) -> None:
 
 def test_everything_says_the_same_range(pythons: dict[str, Any], digits: Path) -> None:
     oldest, *_, newest = pythons["allowed"]()
-    assert f">={oldest},<3.{int(newest[2:]) + 1}" == NEEDED  # as the Makefile reads it
+    # the Makefile reads the range in this form
+    assert f">={oldest},<3.{int(newest[2:]) + 1}" == NEEDED
     for readme in (ROOT / "README.md", digits / "README.md"):
         ranges = re.findall(r"Python (3\.\d+) to (3\.\d+)", readme.read_text())
-        assert ranges == [(oldest, newest)], readme
+        assert {*ranges} == {(oldest, newest)}, readme
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     assert jobs["test"]["strategy"]["matrix"]["python"] == pythons["allowed"]()
     for pyproject in (ROOT / "pyproject.toml", digits / "pyproject.toml"):
         project = tomllib.loads(pyproject.read_text())
         assert project["project"]["requires-python"] == NEEDED
-        assert "target-version" not in project["tool"]["ruff"]  # then it is requires-python's
+        # without target-version, ruff uses requires-python
+        assert "target-version" not in project["tool"]["ruff"]
     workflow = yaml.safe_load((digits / ".github" / "workflows" / "ci.yml").read_text())
     steps = workflow["jobs"]["test"]["steps"]
     (setup,) = [step["with"] for step in steps if "setup-python" in step.get("uses", "")]
     assert setup["python-version-file"] == "pyproject.toml" and "python-version" not in setup
+
+
+def test_recording_of_a_terminal(tmp_path: Path) -> None:
+    """Lines that are written over are shown for their time, and the last ones stay."""
+    loop = "for i in 1 2; do printf '\\r\\033[2Kstep %s <' $i; sleep 0.3; done; sleep 60; echo late"
+    commands = [terminal.Command(loop, interrupt_at="step 2"), terminal.Command("echo end")]
+    frames = terminal.record(commands, tmp_path, os.environ)
+    last = ("step 2 <^C", "$ echo end", "end", "")
+    assert frames[-1].lines == (f"$ {loop[:78]}", loop[78:], *last)
+
+    shortened = terminal.shorten(frames)
+    picture = ElementTree.fromstring(terminal.draw(shortened, "A & B"))
+    shown = {}
+    for text in picture.iter("{http://www.w3.org/2000/svg}text"):
+        shown[text.text] = text.get("visibility")
+    assert shown["step 1 <"] == "hidden"
+    stays = [line for line in frames[-1].lines if line]
+    assert [shown[line] for line in stays] == [None] * len(stays)
+    assert [frame.time for frame in shortened] == sorted(frame.time for frame in shortened)

@@ -1,6 +1,6 @@
-"""The project's sweep.py: trials at a time, pruned, stopped, killed and gone on with.
+"""sweep.py runs trials in parallel, prunes them, and resumes after a stop or a kill.
 
-A stand-in trains, a package ``ctl_core`` beside the file, which starts at once.
+A package ``ctl_core`` next to sweep.py replaces the engine, because it starts at once.
 """
 
 import contextlib
@@ -24,8 +24,9 @@ from ctl_core.commands.cli import parse_command
 from tests.helpers.rendering import ROOT
 
 FILE = ROOT / "templates" / "sweeps" / "optuna.py"
-# Saves at each step, and above a rate of 1 waits to be told to end; ends as the engine does. STEPS,
-# PACE (seconds) and FAILS are for the tests.
+# The replacement of the engine. It saves at each step and exits with the engine's codes. With a
+# learning rate above 1, it waits until it is told to end. Tests set STEPS, PACE (in seconds) and
+# FAILS.
 TRAINS = """
 import json, os, pathlib, signal, sys, time
 
@@ -53,7 +54,7 @@ with (folder / "ends").open("a") as file:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with sweep.py and the stand-in."""
+    """Returns a folder with sweep.py and the replacement of the engine."""
     shutil.copy(FILE, tmp_path / "sweep.py")
     (tmp_path / "ctl_core").mkdir()
     (tmp_path / "ctl_core" / "__init__.py").touch()
@@ -62,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def begin(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """Starts the sweep in a process group of its own."""
+    """Starts the sweep in its own process group."""
     environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FAILS")}
     return subprocess.Popen(
         [sys.executable, str(folder / "sweep.py"), *words],
@@ -76,7 +77,7 @@ def begin(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def sweep(folder: Path, *words: str, code: int = 0, **variables: str) -> str:
-    """Lets the sweep come to its end; returns what it prints."""
+    """Runs the sweep to its end, and returns its output."""
     process = begin(folder, *words, **variables)
     out = process.communicate(timeout=300)[0]
     assert process.returncode == code, out
@@ -84,13 +85,13 @@ def sweep(folder: Path, *words: str, code: int = 0, **variables: str) -> str:
 
 
 def trials(folder: Path) -> list[Any]:
-    """What the journal has."""
+    """Returns the trials in the journal."""
     storage = JournalStorage(JournalFileBackend(str(folder / "runs" / "sweep.journal")))
     return list(optuna.load_study(study_name="sweep", storage=storage).trials)
 
 
 def assert_complete(folder: Path, number: int) -> list[Any]:
-    """Checks that so many trials have come to their end, and no other is there; returns them."""
+    """Asserts that the journal has this number of trials, all complete, and returns them."""
     results = trials(folder)
     assert [(trial.number, trial.state.name) for trial in results] == [
         (each, "COMPLETE") for each in range(number)
@@ -99,7 +100,7 @@ def assert_complete(folder: Path, number: int) -> list[Any]:
 
 
 def starts(folder: Path, number: int) -> list[Any]:
-    """The flags, number and environment of each process of a trial."""
+    """Returns the flags, the PID and the environment of each process of a trial."""
     file = folder / "runs" / f"sweep-{number:03d}" / "starts"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -111,7 +112,10 @@ def test_the_file_is_short_and_stands_alone() -> None:
 
 
 def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
-    """Each once, with values, a GPU and a share of the cores of its own; the journal has them."""
+    """Each trial runs once with its own values, a GPU and a share of the cores.
+
+    The journal contains its results.
+    """
     out = sweep(folder, "--trials", "4", "--parallel", "2", PACE="0.3", CUDA_VISIBLE_DEVICES="5,7")
     results = assert_complete(folder, 4)
     for trial in results:
@@ -119,7 +123,8 @@ def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
         assert share["CUDA_VISIBLE_DEVICES"] in ("5", "7")
         assert share["TF_NUM_INTRAOP_THREADS"] == str(-(-(os.cpu_count() or 1) // 2))
         words = [f"--{name}={value}" for name, value in flags.items()]
-        config = parse_command(["train", "--steps=1", *words]).config  # as the engine reads it
+        # parses the flags as the engine does
+        config = parse_command(["train", "--steps=1", *words]).config
         assert config.learning_rate == trial.params["learning_rate"]
         assert config.batch_size == trial.params["batch_size"]
         assert trial.value == pytest.approx(trial.params["learning_rate"] + 1 / 4)
@@ -133,7 +138,7 @@ def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
 
 
 def test_a_trial_worse_than_most_is_told_to_end(folder: Path) -> None:
-    """It is saved; its number counts, and its value is not among the best."""
+    """A pruned trial counts as one of the requested trials, and has no final value."""
     text = (folder / "sweep.py").read_text()
     drawn = '"learning_rate", 1e-4, 1e-1, log=True'
     assert drawn in text
@@ -147,7 +152,7 @@ def test_a_trial_worse_than_most_is_told_to_end(folder: Path) -> None:
 
 
 def test_failures_are_said_with_a_log(folder: Path) -> None:
-    """They do not count: the same command trains others once the mistake is mended."""
+    """Failed trials do not count, so that the same command trains others after a correction."""
     out = sweep(folder, "--trials", "2", code=1, FAILS="1")
     assert [trial.state.name for trial in trials(folder)] == ["FAIL", "FAIL"]
     assert "sweep-001: fail, loss None" in out and "sweep-*.log say why" in out
@@ -175,7 +180,7 @@ def test_stopped_sweep_stops_its_trials_and_resumes(folder: Path, number: int) -
 
 
 def assert_whole(folder: Path, number: int) -> None:
-    """Checks that each trial has all steps once, and has kept its values."""
+    """Asserts that each trial has trained each step once, and has kept its values."""
     results = assert_complete(folder, number)
     names = [f"sweep-{trial.number:03d}" for trial in results]
     assert sorted(path.name for path in (folder / "runs").iterdir() if path.is_dir()) == names
@@ -188,7 +193,7 @@ def assert_whole(folder: Path, number: int) -> None:
 
 
 def steps(folder: Path) -> list[tuple[str, int]]:
-    """The runs and steps that have been measured."""
+    """Returns the run and the step of each complete line of metrics."""
     files = sorted((folder / "runs").glob("*/metrics.jsonl"))
     lines = [
         (file.parent.name, line) for file in files for line in file.read_text().splitlines(True)
@@ -197,7 +202,7 @@ def steps(folder: Path) -> list[tuple[str, int]]:
 
 
 def kill(process: subprocess.Popen[str], what: str) -> None:
-    """Kills the sweep, its trials, or all of them at once."""
+    """Sends SIGKILL to the sweep, to its trials, or to all of them."""
     listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
     trials = [int(word) for word in listed.stdout.split()]
     victims = {"sweep": [process.pid], "trials": trials, "all": [process.pid, *trials]}
@@ -208,7 +213,7 @@ def kill(process: subprocess.Popen[str], what: str) -> None:
 
 @pytest.mark.slow
 def test_sweep_survives_ten_kills(folder: Path) -> None:
-    """The sweep, its trials, or all of them: each step is trained and told once."""
+    """Each step is trained and reported once, whichever processes are killed."""
 
     def begun() -> subprocess.Popen[str]:
         return begin(folder, "--trials", "5", "--parallel", "2", STEPS="60", PACE="0.1")

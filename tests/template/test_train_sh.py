@@ -1,7 +1,7 @@
-"""train.sh: which environment it takes, when it installs, what it passes on.
+"""train.sh selects an environment, installs packages if necessary, and starts the training.
 
-Most of it needs no TensorFlow: the environments hold a stand-in for Python that writes down how
-it was called. The last tests train for real, in the environment that runs the tests.
+Most tests do not need TensorFlow. Their environments contain a replacement of Python that records
+how it was called. The last tests train in the environment that runs the tests.
 """
 
 import functools
@@ -20,9 +20,10 @@ import pytest
 
 from tests.helpers.rendering import Run
 
-# Everything that train.sh calls, so that PATH can lack uv and hold a stand-in for python3.
+# All programs that train.sh calls. PATH contains only these, so that uv can be missing and python3
+# can be replaced.
 TOOLS = "bash sh cat cksum date dirname flock mkdir nohup readlink rmdir sed sleep"
-# Calls are one JSON list a line, with the folder first.
+# Each call is recorded as a JSON list on one line, with the folder first.
 STAND_IN = """#!{python}
 import json, os, pathlib, shutil, sys, time
 here = pathlib.Path({here!r})
@@ -53,7 +54,7 @@ else:
 
 
 class Place:
-    """A project in a folder with a space in its name, and stand-ins for the programs it needs."""
+    """A project in a folder with a space in its name, and replacements of the required programs."""
 
     def __init__(self, folder: Path, source: Path, environment: dict[str, str]) -> None:
         self.folder = folder
@@ -75,11 +76,11 @@ class Place:
         self.environment = kept | {"PATH": str(self.tools)}
 
     def set(self, name: str, value: str) -> None:
-        """Tells the stand-ins how to behave."""
+        """Sets a value that controls how the replacements behave."""
         (self.folder / name).write_text(value)
 
     def make_environment(self, name: str) -> Path:
-        """An environment that exists already, made by someone else."""
+        """Creates an environment, as if someone else had done it, and returns its folder."""
         python = self.folder / name / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.symlink_to(self.stand_in)
@@ -94,13 +95,16 @@ class Place:
         return subprocess.Popen(command, cwd=self.folder, env=environ, **pipes)
 
     def train(self, *arguments: str, **more: str) -> tuple[int, list[str]]:
-        """Runs train.sh; returns its exit code and its lines on stderr."""
+        """Runs train.sh, and returns its exit code and the lines of its stderr."""
         process = self.start(*arguments, **more)
         errors = process.communicate(timeout=600)[1]
         return process.returncode, errors.splitlines()
 
     def calls(self) -> list[list[str]]:
-        """What the stand-ins were called with since the last look, all in the project's folder."""
+        """Returns the arguments of each call of the replacements since the previous query.
+
+        All calls must be in the project's folder.
+        """
         log = self.folder / "calls"
         lines = log.read_text().splitlines() if log.exists() else []
         log.unlink(missing_ok=True)
@@ -123,7 +127,7 @@ def place(tmp_path: Path, digits: Path, environment: dict[str, str]) -> Place:
 
 
 def test_train_sh_passes_arguments_signals_and_exit_code(place: Place) -> None:
-    """Every argument arrives whole, the exit code comes back, signals reach the training."""
+    """Arguments arrive unchanged, the exit code is returned, and signals reach the training."""
     env = place.make_environment("env")
     place.set("code", "7")
     arguments = ["--run-name", "two words", "", "a'b\"c", "$HOME", "*", "--x=1\n2", "-"]
@@ -137,7 +141,7 @@ def test_train_sh_passes_arguments_signals_and_exit_code(place: Place) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Tells whether a process is there, and is no zombie."""
+    """Returns True if a process exists and is not a zombie."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -145,7 +149,10 @@ def is_running(pid: int) -> bool:
 
 
 def test_order_of_environments(place: Place) -> None:
-    """VENV, counted from the caller's folder, goes before the active one, that before .venv."""
+    """VENV takes precedence over the active environment, and the active one over .venv.
+
+    VENV is relative to the folder of the caller.
+    """
     for name in ("named", "active"):
         python = place.make_environment(name) / "bin" / "python"
         python.unlink()
@@ -159,11 +166,11 @@ def test_order_of_environments(place: Place) -> None:
 
 
 def installing(place: Place) -> str:
-    return f"train.sh: installing what pyproject.toml asks for into {place.project}/.venv"
+    return f"train.sh: installing the packages of pyproject.toml into {place.project}/.venv"
 
 
 def test_train_sh_installs_when_it_has_to(place: Place) -> None:
-    """On first use, when pyproject.toml changes, and when the project moves; not otherwise."""
+    """train.sh installs packages on first use, or if pyproject.toml or the folder has changed."""
     assert place.train("--steps", "1") == (0, [installing(place)])
     assert place.calls() == [MAKING, INSTALLATION, training("--steps", "1")]
     assert place.train() == (0, [])
@@ -180,7 +187,7 @@ def test_train_sh_installs_when_it_has_to(place: Place) -> None:
 
 
 def test_uv_is_used_when_there(place: Place) -> None:
-    """It installs again when uv.lock changes, as when a colleague has committed another one."""
+    """uv installs again if uv.lock has changed, for example through a colleague's commit."""
     (place.tools / "uv").symlink_to(place.stand_in)
     making = ["venv", "--quiet", "--seed", "--clear", ".venv"]
     installation = ["sync", "--inexact", "--no-dev", "--quiet"]
@@ -189,15 +196,19 @@ def test_uv_is_used_when_there(place: Place) -> None:
         assert place.calls() == [*expected, training()]
         if not expected:
             (place.project / "uv.lock").write_text("rich 15")
-    (place.project / ".venv" / "bin" / "python").unlink()  # as when the system's is another one
+    # an update of the system's Python may remove it
+    (place.project / ".venv" / "bin" / "python").unlink()
     assert place.train()[0] == 0
     assert place.calls() == [making, installation, training()]
 
 
 def test_failed_installation(place: Place) -> None:
-    """pip's own words, one line of ours, exit code 2; the next run installs again."""
+    """If the installation fails, train.sh prints pip's error and one line, and exits with 2.
+
+    The next run installs again.
+    """
     place.set("install_fails", "1")
-    failed = "train.sh: the installation failed (see above); the next run repeats it"
+    failed = "train.sh: the installation failed, see above; the next run tries it again"
     assert place.train() == (2, [installing(place), "pip: no network", failed])
     assert place.calls() == [MAKING, INSTALLATION]
     place.set("install_fails", "0")
@@ -242,7 +253,7 @@ def test_an_environment_without_the_packages(digits: Path, tmp_path: Path, run: 
 
 @pytest.mark.slow
 def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run) -> None:
-    """It goes on without the terminal; what it says is in its log once, and a kill saves it."""
+    """The run does not need the terminal, logs each line once, and is saved when it is killed."""
     project = tmp_path / "project"
     shutil.copytree(digits, project)
     words = ["--run-name=a", "--steps=100000", "--ckpt-every=100000", "--background"]
@@ -251,7 +262,8 @@ def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run)
     pid = int((folder / "pid").read_text())
     log = folder / "train.log"
     assert started.stdout == (
-        f"process {pid} trains runs/a: tail -f runs/a/train.log; kill {pid} saves and ends it\n"
+        f"process {pid} trains runs/a. To follow it: tail -f runs/a/train.log. "
+        f"To save and end it: kill {pid}\n"
     )
     assert os.getpgid(pid) == pid != os.getpgid(0)
     again = run(project / "train.sh", *words, cwd=project, check=False, VENV=sys.prefix)
@@ -263,7 +275,7 @@ def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run)
     os.kill(pid, signal.SIGTERM)
     while is_running(pid):
         time.sleep(0.1)
-    assert log.read_text().count("stopped by SIGTERM, saved; goes on") == 1
+    assert log.read_text().count("stopped by SIGTERM, saved: step ") == 1
     # On a slow machine, a step may have a line without values before its line with values.
     steps = re.findall(r"INFO (step .*)", log.read_text())
     assert len(steps) == len(set(steps)) and "\nstep " not in log.read_text()
@@ -274,7 +286,10 @@ def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run)
 def test_run_that_cannot_start_in_the_background_says_so(
     digits: Path, tmp_path: Path, run: Run
 ) -> None:
-    """Also where only training finds the mistake; a run that is done has nothing left to train."""
+    """Mistakes that only training can find are printed, too.
+
+    A run that is complete has nothing left to train.
+    """
     project = tmp_path / "project"
     shutil.copytree(digits, project)
     train = functools.partial(
@@ -297,7 +312,7 @@ def test_run_that_cannot_start_in_the_background_says_so(
 def test_cluster_in_the_background_is_left_at_its_first_step(
     digits: Path, tmp_path: Path, run: Run
 ) -> None:
-    """Its supervisor goes on as long as it trains, and must not keep the command waiting."""
+    """The supervisor runs as long as the training, but the command must not wait for it."""
     project = tmp_path / "project"
     shutil.copytree(digits, project)
     words = ["--run-name=w", "--workers=2", "--steps=100000", "--background"]
@@ -307,4 +322,4 @@ def test_cluster_in_the_background_is_left_at_its_first_step(
     while pid.exists():
         time.sleep(0.1)
     log = (project / "runs" / "w" / "train.log").read_text()
-    assert log.count("stopped by SIGTERM, saved; goes on") == 1
+    assert log.count("stopped by SIGTERM, saved: step ") == 1

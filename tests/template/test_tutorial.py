@@ -1,4 +1,4 @@
-"""docs/tutorial.md, followed word for word: its files are written, its commands run."""
+"""docs/tutorial.md leads to a served model if its files are written and its commands are run."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.rendering import ROOT, Render, Run
 
 TEXT = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
-# Environment and project are there already.
+# These commands are skipped, because the environment and the project exist already.
 SKIPPED = ("cookiecutter ", "cd ", ". .venv/")
 
 

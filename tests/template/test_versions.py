@@ -1,4 +1,4 @@
-"""Versions: a release is made, projects are made from it, and go on to the next one."""
+"""A version can be released, and a project of this version can be updated to the next one."""
 
 import re
 import sys
@@ -14,7 +14,7 @@ RELEASE = Path("scripts") / "release.py"
 
 
 def write_entry(repository: Path, version: str, date: str = " (2030-01-31)") -> None:
-    """Adds an entry to the CHANGELOG."""
+    """Adds an entry to the changelog."""
     changelog = repository / "ctl_core" / "CHANGELOG.md"
     text = changelog.read_text()
     changelog.write_text(text.replace("## ", f"## {version}{date}\n\nNews.\n\n## ", 1))
@@ -27,7 +27,7 @@ def read_version(folder: Path) -> str:
 
 @pytest.fixture
 def repository(template_repository: Path, tmp_path: Path, run: Run) -> Path:
-    """A clone of the template."""
+    """Returns a clone of the template."""
     clone = tmp_path / "clone"
     run("git", "clone", "--quiet", template_repository, clone, cwd=tmp_path)
     return clone
@@ -80,7 +80,7 @@ def test_citation_has_the_version_of_the_engine() -> None:
 def test_project_of_a_version_goes_on_to_the_next_one(
     repository: Path, run: Run, tmp_path: Path
 ) -> None:
-    """By the commands of docs/updating.md, with cookiecutter and with cruft."""
+    """The update uses the commands of docs/updating.md, with cookiecutter and with cruft."""
     release(run, repository, "2.0.99")
     (repository / "ctl_core" / "new.py").write_text('"""New."""\n')
     ignored = repository / "{{cookiecutter.project_slug}}" / ".gitignore"
@@ -89,7 +89,8 @@ def test_project_of_a_version_goes_on_to_the_next_one(
     release(run, repository, "2.1.0")
 
     page = (ROOT / "docs" / "updating.md").read_text()
-    # cookiecutter recognizes git by its name in the address, and cruft has no such rule.
+    # cookiecutter recognizes a git repository by the word "git" in its address; cruft does not need
+    # it.
     page = page.replace("cruft create URL", f"cruft create {repository}")
     page = page.replace("cookiecutter URL", f"cookiecutter git+file://{repository}")
     page = page.replace("uvx ", f"{sys.executable} -m ")

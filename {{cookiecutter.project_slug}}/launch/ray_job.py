@@ -1,14 +1,16 @@
-"""Trains on Ray, which places the workers and starts them again when one is lost.
+"""Trains on Ray, which chooses the nodes of the workers, and restarts all workers if one is lost.
 
     pip install -e ".[ray]"
     python launch/ray_job.py --num-workers 2-4 --use-gpu -- --run-name a --steps 10000
 
-Each worker runs ``python -m ctl_core train`` with the settings that follow ``--``, in the cluster
-that Ray has made of all. All nodes need this folder, with runs/, at the same path. With 2-4
-workers, a run goes on with those that are left, and with more when nodes come. Yours to change.
+Each worker runs ``python -m ctl_core train`` with the settings that follow ``--``. Ray connects
+them, so that they form one TensorFlow cluster. All nodes need this folder, including runs/, at the
+same path. With ``--num-workers 2-4``, the run continues with at least 2 workers when nodes are lost, and
+with up to 4 when nodes are added. Change this file as you like.
 
-Trusted networks only: the ports of Ray and of TensorFlow have no password and no encryption, and
-whoever reaches one can run programs as you. Let only the nodes reach each other (SECURITY.md).
+Use it only in trusted networks: the ports of Ray and of TensorFlow have no password and no
+encryption, and anyone who can reach one can run programs as you. Allow connections only between
+the nodes (SECURITY.md).
 """
 
 import argparse
@@ -30,16 +32,17 @@ from ctl_core.run.errors import CtlError
 from ctl_core.run.files import choose_run_name
 
 PROJECT = Path(__file__).resolve().parents[1]
-# Exit codes: a hook or a setting fails, as it would again; another worker is lost.
+# Exit codes. FAILED: a hook or a setting fails, and would fail again after a restart. PEER_LOST:
+# another worker was lost.
 FAILED, PEER_LOST = (1, 2), 75
 
 
 def train(job: dict) -> None:
-    """Trains in a worker, to which Ray has given TF_CONFIG, and reports the newest evaluation."""
-    logging.disable()  # Ray's lines for each report, and what it makes of an exit code
+    """Trains in one worker, and reports the newest evaluation to Ray, which has set TF_CONFIG."""
+    logging.disable()  # hides Ray's line for each report, and its traceback for an exit code
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    del environment["TF_USE_LEGACY_KERAS"]  # Ray sets it, which means Keras 2
-    command = ["setpriv", "--pdeathsig", "KILL"]  # dies with this worker
+    del environment["TF_USE_LEGACY_KERAS"]  # Ray sets it, which would select Keras 2
+    command = ["setpriv", "--pdeathsig", "KILL"]  # ends with this worker
     command += [sys.executable, "-m", "ctl_core", "train", *job["settings"]]
     process = subprocess.Popen(command, cwd=PROJECT, env=environment)
     code, ended, reported = None, False, None
@@ -47,9 +50,10 @@ def train(job: dict) -> None:
         time.sleep(1)
         code = process.poll()
         if code:
-            time.sleep(5 if code == PEER_LOST else 0)  # another may have failed, and says so first
+            if code == PEER_LOST:
+                time.sleep(5)  # if another worker has failed, its error is reported first
             raise SystemExit(code)
-        if not ended:  # worker 0 says what all of them report, as Ray wants it
+        if not ended:  # all workers report the values of worker 0, as Ray requires
             news = code is not None, read_evaluation(job["metrics"])
             ended, evaluation = ray.train.collective.broadcast_from_rank_zero(news)
             if evaluation != reported:
@@ -64,10 +68,10 @@ def read_evaluation(file: Path) -> dict[str, float] | None:
 
 
 class EndOnFailure(ray.train.UserCallback):
-    """Looks at what workers raise, before Ray starts them again."""
+    """Decides whether Ray restarts the workers after an error."""
 
     def after_exception(self, run_context: object, worker_exceptions: dict) -> None:
-        """Ends the job if a hook or a setting is wrong, which the worker has said."""
+        """Ends the job if a hook or a setting has failed; the worker has printed the error."""
         for error in worker_exceptions.values():
             if isinstance(error, SystemExit) and error.code in FAILED:
                 logging.disable()
@@ -75,12 +79,12 @@ class EndOnFailure(ray.train.UserCallback):
 
 
 def main() -> int:
-    """Reads the command line, and trains."""
+    """Parses the command line, and trains; returns the exit code."""
     parser = argparse.ArgumentParser(usage="%(prog)s [options] -- [settings of ctl_core train]")
     parser.add_argument("--num-workers", default="1", help="processes, such as 4 or 2-4")
     parser.add_argument("--use-gpu", action="store_true", help="give each of them a GPU")
     parser.add_argument("--cpus-per-worker", type=float, default=1, help="(default: 1)")
-    parser.add_argument("--max-failures", type=int, default=3, help="losses to make good; -1: all")
+    parser.add_argument("--max-failures", type=int, default=3, help="restarts; -1: no limit")
     parser.add_argument("settings", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.chdir(PROJECT)
@@ -93,7 +97,7 @@ def main() -> int:
     own = ["--run-name", name, "--runs-dir", str(runs), "--workers", "1"]
     job = {"settings": [*options.settings, *own], "metrics": runs / name / "metrics.jsonl"}
     least, _, most = options.num_workers.partition("-")
-    if most:  # Ray would wait 60 seconds for a lost node before it takes those that are left
+    if most:  # without this, Ray waits 60 seconds for a lost node before it uses the remaining ones
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "5")
     ray.init(logging_level=logging.WARNING)
     trainer = TensorflowTrainer(

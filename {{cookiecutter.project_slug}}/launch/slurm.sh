@@ -1,18 +1,22 @@
 #!/usr/bin/env bash
-# Trains on a cluster with Slurm. From the project's folder, which all nodes have to share:
+# Trains on a cluster with Slurm. Submit it from the project's folder, which all nodes must share:
 #
 #   sbatch launch/slurm.sh --run-name a --steps 10000
-#   sbatch --array=0-4 launch/slurm.sh --run-name a     # five runs with seeds of their own, a-0 to a-4
+#   sbatch --array=0-4 launch/slurm.sh --run-name a     # five runs with different seeds, a-0 to a-4
 #
-# What follows the file are settings, as for train.sh. The processes print to runs/NAME/slurm.log; what
-# this script says is in slurm-<job>.out. Before the time limit, and where another job takes the nodes,
-# the run is saved, goes back into the queue, and goes on from there; after a crash or the loss of a
-# node, from its last checkpoint. A hook or setting that fails ends the job.
+# The arguments after the file name are settings, as for train.sh. The output of the training is in
+# runs/NAME/slurm.log, and the output of this script in slurm-<job>.out.
 #
-# Trusted networks only: the port of each process has no password and no encryption, and whoever reaches it can
-# read and write files and run programs as you. Let only the cluster's nodes reach each other. (SECURITY.md)
+# Before the time limit is reached, or if another job preempts this one, the run is saved, requeued and
+# resumed. After a crash or the loss of a node, it is requeued, too, and resumes from its last checkpoint.
+# If a hook or a setting fails, the job ends.
 #
-# Run ./train.sh --check once where you submit: it makes .venv, if nodes have no access to the internet.
+# Use it only in trusted networks: the port of each process has no password and no encryption, and anyone who
+# can reach it can read and write files and run programs as you. Allow connections only between the nodes of
+# the cluster. (SECURITY.md)
+#
+# If the nodes have no access to the internet, run ./train.sh --check once on the machine from which you
+# submit. It creates .venv.
 #
 #SBATCH --job-name=train
 #SBATCH --nodes=2
@@ -21,12 +25,12 @@
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# One process a node takes all of its GPUs; without the second # of this line: 4 of them. Several
-# processes a node need --gpus-per-task instead.
+# By default, there is one process per node. It uses all GPUs that Slurm grants it. To request 4 GPUs per
+# node, remove one # from the next line. For several processes per node, use --gpus-per-task instead.
 ##SBATCH --gpus-per-node=4
 set -euo pipefail
 
-max_restarts=100 # of preemptions, time limits and crashes together
+max_restarts=100 # after preemptions, time limits and crashes together
 
 say() { printf 'slurm.sh: %s\n' "$*" >&2; }
 fail() { say "$@" && exit 2; }
@@ -50,27 +54,27 @@ while [ $# -gt 0 ]; do
   shift || true
 done
 set -- --run-name "$name" ${kept[@]+"${kept[@]}"}
-# What differs between the tasks of an array is yours to choose here.
+# Here you can choose other settings that differ between the tasks of an array.
 if [ -n "$task" ] && [ -z "$seed" ]; then set -- "$@" --seed "$task"; fi
 
 mkdir -p "$runs/$name"
 restarts=${SLURM_RESTART_COUNT:-0}
 say "job $job on $SLURM_JOB_NODELIST, start $((restarts + 1)): $runs/$name/slurm.log"
 
-# One address a process, in the order of Slurm's numbers. Ports follow from the job's number, so that jobs
-# on one node do not meet.
+# One address per process, in the order of Slurm's process numbers. The ports are derived from the job's
+# number, so that two jobs on one node do not use the same port.
 addresses=() port=$((10000 + SLURM_JOB_ID * 97 % 20000))
 for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
   for _ in $(seq "${SLURM_NTASKS_PER_NODE:-1}"); do addresses+=("$node:$((port++))"); done
 done
 workers=$(printf ', "%s"' "${addresses[@]}")
-# What each process does: TF_CONFIG tells it of the others ($0), and which of them it is.
+# The command of each process. TF_CONFIG contains the addresses of all processes ($0) and its own index.
 # shellcheck disable=SC2016
 process='
   export TF_CONFIG="{\"cluster\": {\"worker\": [$0]}, \"task\": {\"type\": \"worker\", \"index\": $SLURM_PROCID}}"
   exec ./train.sh "$@"'
 code=0
-# --wait: where one process has ended, the others are given this long to find out (seconds).
+# --wait: after one process has ended, the others have this time to notice it and to end (seconds).
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --distribution=block \
   --ntasks="$((SLURM_NNODES * ${SLURM_NTASKS_PER_NODE:-1}))" --ntasks-per-node="${SLURM_NTASKS_PER_NODE:-1}" \
   --kill-on-bad-exit=0 --wait=120 --output="$runs/$name/slurm.log" --open-mode=append \
@@ -81,10 +85,10 @@ case $code in
   1 | 2 | 130) say "job $job has failed with exit code $code: $runs/$name/slurm.log says why" ;;
   *)
     if [ "$restarts" -ge "$max_restarts" ]; then
-      say "job $job ended with exit code $code, and was started again $restarts times: not once more"
+      say "job $job ended with exit code $code after $restarts restarts, the maximum; submit it again to continue"
     elif scontrol requeue "$job"; then
       say "job $job ended with exit code $code: back in the queue"
-      sleep 60 # Slurm ends this script meanwhile
+      sleep 60 # Slurm ends this script during this time
     fi
     ;;
 esac

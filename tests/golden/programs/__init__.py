@@ -1,6 +1,7 @@
-"""Programs that others wrote, as hooks; each module has ``PROGRAM``, and ``basics`` several.
+"""Programs in the style of users; each module defines ``PROGRAM``, and ``basics`` several.
 
-No test and no device is in them; ``tests/golden/test_programs.py`` trains all.
+They do not choose the devices and contain no tests; ``tests/golden/test_programs.py`` trains all of
+them.
 """
 
 BASICS = ("batch_norm", "embedding", "l2", "lazy_penalty", "multi_task", "ragged", "two_by_two")

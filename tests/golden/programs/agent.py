@@ -1,8 +1,8 @@
-"""An agent that plays in the model: its data are what it does, the dataset gives random numbers.
+"""An agent that acts within the model; the dataset only provides random numbers.
 
-An actor steps left or right on a line, from 2 on, and is rewarded for being near 0; a critic says
-what is still to come. Actions depend on numbers made from a counter, so that any number of devices
-sees the same episodes.
+An actor starts at 2 and steps left or right on a line. It is rewarded for being near 0. A critic
+estimates the future reward. Actions depend on random numbers made from a counter, so that the
+episodes are the same on any number of devices.
 """
 
 import functools

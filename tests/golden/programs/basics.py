@@ -1,4 +1,4 @@
-"""Short programs, each a function: what hooks are given and give, losses, weights, gradients."""
+"""Short programs, one per function, with different inputs, losses, weights and gradients."""
 
 import functools
 from typing import Any
@@ -14,13 +14,13 @@ from tests.golden.reference import RATE
 
 def clip_at(limit: float, gradients: Any) -> Any:
     clipped, norm = tf.clip_by_global_norm(gradients, limit)
-    if tf.executing_eagerly():  # in the reference
+    if tf.executing_eagerly():  # true in the plain loop only
         assert norm > limit, "the clip has to clip"
     return clipped, gradients
 
 
 def batch_norm() -> Program:
-    """Batch normalisation over the batch of all replicas, and its moving statistics."""
+    """Returns a program with batch normalization over the global batch and moving statistics."""
     inputs, target = small.data(44)
     read = small.slices((2.0 * inputs + 1.0, target))
     norm = functools.partial(keras.layers.BatchNormalization, momentum=0.9, synchronized=True)
@@ -29,12 +29,12 @@ def batch_norm() -> Program:
         "create_eval_dataset": read,
         "create_model": lambda: small.model_with(norm()),
     }
-    # Statistics of micro-batches are others.
+    # Micro-batches have different statistics.
     return Program(lambda: small.hooks(**hooks), accumulates=False)
 
 
 def l2() -> Program:
-    """Weights that are regularised, by the engine's default optimizer, with clipped gradients."""
+    """Returns a program with L2 regularization, the default optimizer and clipped gradients."""
 
     def create_model() -> keras.Model:
         model = small.create_model()
@@ -53,7 +53,7 @@ def l2() -> Program:
 
 
 def lazy_penalty() -> Program:
-    """The slope of what the model says, held down in each third step, after StyleGAN2."""
+    """Returns a program that penalizes the output's slope every third step, after StyleGAN2."""
 
     def grad_pre(loss: Any, batch: Any, train_model: Any, step: Any) -> Any:
         if step % 3 == 0:
@@ -93,7 +93,10 @@ def embed_words() -> keras.Model:
 
 
 def embedding() -> Program:
-    """An embedding: its gradient is sparse, and is clipped by the norm of all gradients."""
+    """Returns a program with an embedding.
+
+    Its gradient is sparse, and all gradients are clipped by their global norm.
+    """
     hooks = {
         "create_dataset": small.slices(WORDS),
         "create_model": embed_words,
@@ -103,9 +106,10 @@ def embedding() -> Program:
 
 
 def two_by_two() -> Program:
-    """Two inputs and two outputs, in dicts, for which the loss of each example is a sum of two.
+    """Returns a program whose inputs and outputs are dicts.
 
-    The loss does not depend on one of the layers, which stays as it is.
+    The loss of an example is a sum over two outputs. It does not depend on the layer ``unused``,
+    which must not change.
     """
     random = np.random.default_rng(0)
     inputs = {name: random.normal(size=(44, 5)).astype("float32") for name in ("left", "right")}
@@ -135,7 +139,11 @@ def two_by_two() -> Program:
 
 
 class UncertaintyLoss(tf.Module):
-    """The sum of exp(-s) L + s over the tasks, for each example; s is trained."""
+    """A loss that learns a weight for each of several tasks.
+
+    For each example, it is the sum over the tasks of exp(-s) L + s, where L is the loss of a task,
+    and s is a trained variable.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,10 +164,11 @@ class UncertaintyLoss(tf.Module):
 
 
 def multi_task() -> Program:
-    """Two tasks whose weights are learnt, after Kendall, Gal and Cipolla 2018.
+    """Returns a program with two tasks whose weights are learned.
 
-    Each task's loss is weighted by the inverse of a variance, whose logarithm is trained along with
-    the model: variables of the loss, which ``grad_pre`` names among what is trained.
+    Each task's loss is weighted by the inverse of a variance, after Kendall, Gal and Cipolla 2018.
+    The logarithms of the variances are variables of the loss. ``grad_pre`` returns them among the
+    trained variables.
     """
     points, depth = small.data(44)
     kind = np.random.default_rng(0).integers(0, 3, size=44)
@@ -190,7 +199,7 @@ def multi_task() -> Program:
 
 
 class Sums(tf.Module):
-    """Two guesses for each row, from its values one by one."""
+    """Predicts two numbers for each row; each is a sum over the row's values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +213,7 @@ class Sums(tf.Module):
 
 
 def ragged() -> Program:
-    """Ragged rows in a dict; the model gives a dict, of which two parts are in the loss."""
+    """Returns a program with a dict of ragged rows; the loss uses two of the model's outputs."""
     random = np.random.default_rng(0)
     lengths = random.integers(1, 5, size=44)
     values = random.normal(size=lengths.sum()).astype("float32")
@@ -226,6 +235,6 @@ def ragged() -> Program:
         "input_pre": lambda batch: batch["rows"],
         "loss_pre": lambda output, batch: (output, batch),
     }
-    # Rows are of no shape that XLA knows.
+    # XLA does not support rows of unknown length.
     weights = lambda state: state.train_model.variables  # noqa: E731
     return Program(lambda: small.hooks(**hooks), weights=weights, compiles=False)

@@ -1,7 +1,7 @@
 """A VQ-VAE whose codebook is a moving average, after Keras' example and van den Oord et al. 2017.
 
-The codebook is no trained variable: the layer assigns to it in ``call``, what all replicas have
-found.
+The codebook is not trained by gradients. In ``call``, the layer assigns new codes to it, which are
+computed from the vectors of all replicas.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,10 @@ def over_replicas(values: list[Any]) -> list[Any]:
 
 
 class Codebook(keras.layers.Layer):
-    """Replaces each vector by the nearest code; codes are moving averages of what they replace."""
+    """Replaces each vector by the nearest code.
+
+    A code is a moving average of the vectors that it has replaced.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(name="codebook")
@@ -64,7 +67,7 @@ class Codebook(keras.layers.Layer):
 
 
 class Autoencoder(keras.Model):
-    """Encoder, codebook, decoder; gradients go past the codebook, straight through."""
+    """Encoder, codebook and decoder. Gradients bypass the codebook (straight-through estimator)."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
@@ -99,5 +102,5 @@ def hooks(exchange: Exchange = over_replicas) -> SimpleNamespace:
     )
 
 
-# Each micro-batch would move the codes by itself.
+# Each micro-batch would update the codes separately.
 PROGRAM = Program(hooks, accumulates=False)

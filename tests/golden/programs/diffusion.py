@@ -1,9 +1,9 @@
 """Diffusion with a moving average of the network, after Keras' example of DDIM.
 
-A small U-Net learns to find the noise in noisy images; evaluation uses a second network that
-follows its weights. As in the example, but for two things that no number of devices can agree on:
-noise is drawn from a seed of each example, and layer normalisation, which looks at one example,
-is where batch normalisation, which looks at a replica's batch, was.
+A small U-Net learns to predict the noise in noisy images. The evaluation uses a second network,
+whose weights follow those of the first. The program differs from the example in two ways, so that
+it does not depend on the number of devices. Noise is drawn from a seed per example. Batch
+normalization is replaced by layer normalization, which does not depend on a replica's batch.
 """
 
 import math
@@ -39,7 +39,7 @@ def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
 
 
 class Waves(keras.layers.Layer):
-    """Tells the network how noisy an image is: sines and cosines of the variance."""
+    """Encodes the noise variance of an image as sines and cosines."""
 
     def call(self, variance: Any) -> Any:
         angles = 2.0 * math.pi * tf.constant([1.0, 3.0]) * variance
@@ -61,7 +61,7 @@ def create_network() -> keras.Model:
 
 
 class Diffusion(keras.Model):
-    """Learns by ``network``; what it shows is of ``ema_network``."""
+    """Trains ``network``, and uses ``ema_network`` in evaluations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Distillation of a large network into a small one, after Keras' example.
 
-The teacher is no part of what is trained. People keep it in a global of the file, where no
-strategy sees it being made, or beside the student in one model; here it is in both places. The
-student's Dropout, of which each device draws its own, is left out of the comparison with a plain
-loop; resumed runs have it.
+The teacher is not trained. Users keep it in a global variable, which is created outside of any
+strategy, or next to the student in one model. There are hooks for both. Only tests of resumed runs
+use the student's Dropout, because its random numbers differ on each device and could not be
+compared with a plain loop.
 """
 
 import functools
@@ -29,7 +29,7 @@ create_dataset = small.slices((INPUTS, LABELS))
 
 
 def create_teacher(seed: int = 1) -> keras.Model:
-    """Stands for a network that somebody has trained."""
+    """Returns a network that represents a pretrained teacher."""
     teacher = keras.Sequential(
         [
             keras.Input((FEATURES,)),
@@ -60,7 +60,7 @@ def create_student(dropout: float = 0.0) -> keras.Model:
 
 
 class Distiller(keras.Model):
-    """Student and teacher in one; as a model it is the student."""
+    """A model that contains the student and the teacher, and returns the student's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def global_hooks(dropout: float = 0.0) -> SimpleNamespace:
 
 
 def find_weights(state: Any) -> list[Any]:
-    """Those of the teacher, too, which has to stay as it is."""
+    """Returns the weights of the student, and those of the teacher, which must not change."""
     return [*state.train_model.student.weights, *state.train_model.teacher.weights]
 
 

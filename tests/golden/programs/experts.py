@@ -1,7 +1,7 @@
-"""A mixture of experts, after Keras' Switch Transformer: its loss is of the batch as a whole.
+"""A mixture of experts, after Keras' Switch Transformer, with a loss of the batch as a whole.
 
-How evenly experts are used is a product of two means over the batch, which ``add_loss`` adds in a
-layer of a functional model. The layer takes the means over all replicas.
+The loss is a product of two means over the batch, and measures how evenly experts are used. A layer
+of a functional model adds it with ``add_loss``, and takes the means over all replicas.
 """
 
 import functools
@@ -26,7 +26,7 @@ create_dataset = small.slices((TEXTS, LABELS))
 
 
 class Switch(keras.layers.Layer):
-    """Sends each word to the expert that the router finds best."""
+    """Sends each word to the expert with the highest score of the router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def create_model() -> keras.Model:
     x = keras.layers.Embedding(WORDS, SIZE, "normal")(words)
     x = keras.layers.GlobalAveragePooling1D()(x + Switch()(x))
     model = keras.Model(words, keras.layers.Dense(2)(x))
-    model(TEXTS[:1])  # as people do, to see that it works
+    model(TEXTS[:1])  # users call a new model like this to test it
     return model
 
 
@@ -67,5 +67,5 @@ hooks = functools.partial(
 )
 
 
-# Of micro-batches the experts' shares would be others.
+# In micro-batches, the shares of the experts would differ.
 PROGRAM = Program(hooks, accumulates=False)

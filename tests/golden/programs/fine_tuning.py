@@ -1,11 +1,13 @@
-"""Fine-tuning with a base that is frozen at first, after Keras' guide to transfer learning.
+"""Fine-tuning of a base that is frozen at first, after Keras' guide to transfer learning.
 
-The base has batch normalisation and is called with ``training=False``, so that it looks at no
-batch and keeps its statistics also when it is trained. (In ``call``: a functional model of Keras 3
-forgets a ``training`` that it was made with once it is called with another.) A new head is trained
-on it; then the base is unfrozen, the learning rate lowered, and the optimizer starts anew, as
-compiling again makes it. The guide's Dropout, of which each device draws its own, is left out of
-the comparison; resumed runs have it.
+The base has batch normalization and is called with ``training=False``. It therefore keeps its
+statistics even while it is trained. (``call`` passes this argument, because a functional model of
+Keras 3 forgets the ``training`` that it was built with once it is called with another value.)
+
+First, a new head is trained on the base. Then the base is unfrozen, the learning rate is lowered,
+and the optimizer is reset, as if the model had been compiled again. Only tests of resumed runs use
+the guide's Dropout, because its random numbers differ on each device and could not be compared with
+a plain loop.
 """
 
 from collections.abc import Callable
@@ -29,7 +31,7 @@ create_dataset = small.slices((IMAGES, LABELS))
 
 
 def create_base() -> keras.Model:
-    """Stands for a network that somebody has trained."""
+    """Returns a network that represents a pretrained base."""
     base = keras.Sequential(
         [
             keras.Input((4, 4, 1)),
@@ -45,7 +47,7 @@ def create_base() -> keras.Model:
 
 
 class Classifier(keras.Model):
-    """A new head on the base."""
+    """A new head on a base that is frozen at first."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ def hooks(
 def train_plainly(
     create_opt: Callable[[Any], keras.Optimizer] = sgd, rate: float = RATE
 ) -> Trained:
-    """Has a new optimizer after the base is unfrozen."""
+    """Trains without the engine, with a new optimizer after the base is unfrozen."""
     trained = Reference(hooks(create_opt), rate)
     batches = [*whole_batches(create_dataset)]
     model = trained.train(batches[:UNFREEZE]).parts.train_model

@@ -1,7 +1,7 @@
 """Two tasks whose gradients are projected where they conflict, after Yu et al. 2020 (PCGrad).
 
-Of each task's gradient of what both train, the part that works against the other task's is left
-out. Each task is an objective, with a head and an optimizer of its own.
+Both tasks train a shared layer. If the gradient of one task opposes that of the other, the opposing
+component is removed. Each task is an objective with its own head and optimizer.
 """
 
 import functools

@@ -1,6 +1,7 @@
-"""Two optimizers for one loss, each with variables of its own, and the average of all weights.
+"""Two optimizers for one loss, each with its own variables, and averaged weights.
 
-A metric that keeps a histogram of the answers sees the average; another follows the training.
+The metric AUC, which keeps a histogram of the outputs, is computed twice: with the averaged weights
+in an evaluation, and as a training metric.
 """
 
 import functools
@@ -59,7 +60,7 @@ hooks = functools.partial(
 
 
 def train_plainly() -> Trained:
-    """Trains; what is evaluated is the average."""
+    """Trains without the engine, and evaluates the averaged weights."""
     model = create_model()
     average = create_model()
     groups = create_opt(RATE, model)

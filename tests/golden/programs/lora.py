@@ -1,7 +1,7 @@
-"""LoRA, after Hu et al. 2021 as Keras has it: adapters on a pretrained base that is frozen.
+"""LoRA, after Hu et al. 2021 and as in Keras: adapters on a frozen, pretrained base.
 
-The base is a file that somebody has written with ``save``, its optimizer in it. It is read in
-``create_model``, or by ``init_from``.
+The base is a file that was written with ``save`` and contains its optimizer. It is read in
+``create_model``, or through ``init_from``.
 """
 
 import functools
@@ -37,7 +37,7 @@ def create_base() -> keras.Model:
 
 @functools.cache
 def write_base() -> str:
-    """Returns the path of what somebody has trained."""
+    """Trains a base, saves it, and returns the path of the file."""
     keras.utils.set_random_seed(1)
     base = create_base()
     base.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -47,7 +47,7 @@ def write_base() -> str:
 
 
 def adapted(base: keras.Model) -> keras.Model:
-    """Adds adapters; nothing else is trained."""
+    """Adds adapters to a base, and freezes all its other weights."""
     keras.utils.set_random_seed(3)
     for layer in base.layers:
         for variable in layer.trainable_variables:

@@ -1,9 +1,9 @@
-"""Mixed precision by a policy of the model's own, after Keras' and TensorFlow's guides to it.
+"""Mixed precision through a Keras policy, after the guides of Keras and TensorFlow.
 
-The plain loop has ``keras.optimizers.LossScaleOptimizer``: it gives the scaled loss to the tape and
-the scaled gradients to the optimizer, which checks, unscales and applies them. Both start at 2^15
-and change by factors of 2, so that scaling is exact. One example has an infinite weight: its update
-is skipped, and the scale falls.
+The plain loop uses ``keras.optimizers.LossScaleOptimizer``. The tape receives the scaled loss, and
+the optimizer receives the scaled gradients, which it checks, unscales and applies. In both loops,
+the scale starts at 2^15 and changes by factors of 2, so that scaling is exact. One example has an
+infinite weight. Its update is skipped, and the scale is reduced.
 """
 
 import functools
@@ -75,8 +75,8 @@ PROGRAM = Program(
     hooks,
     train_plainly,
     weights=lambda state: [*state.train_model.trainable_variables, state.optimizer.iterations],
-    # Each device rounds the gradients of its examples to float16; a processor that multiplies in
-    # float16 itself rounds otherwise in a graph than step by step.
+    # Each device rounds the gradients of its examples to float16. A processor with float16
+    # arithmetic also rounds differently in a graph than in eager execution.
     tolerance=1e-7,
     absolute=1e-4,
 )

@@ -1,8 +1,9 @@
-"""A recommender with vocabularies, as people write them with TensorFlow Recommenders.
+"""A recommender with vocabularies, as users write it with TensorFlow Recommenders.
 
-Users and items go by their names: a StringLookup and an Embedding each, whose dot product is to
-be the rating. The layers are kept in a dict, of a ``tf.Module``, of a plain class or of a Keras
-model. The gradients of the embeddings are sparse, and a batch names most items more than once.
+Users and items are given by name. For each, there are a StringLookup and an Embedding, and the dot
+product of the embeddings predicts the rating. The layers are kept in a dict of a ``tf.Module``, a
+plain class or a Keras model. The gradients of the embeddings are sparse, and most items occur more
+than once in a batch.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def create_layers() -> dict[str, keras.layers.Layer]:
 
 
 def rate(model: Any, inputs: dict[str, Any]) -> Any:
-    """What each of the models below does when it is called."""
+    """Predicts ratings. The models below use this function as their method."""
     user = model.parts["user_id"](inputs["user"])
     item = model.parts["item_id"](inputs["item"])
     product = model.parts["user"](user) * model.parts["item"](item)
@@ -98,5 +99,5 @@ def find_weights(model: Any) -> list[Any]:
 PROGRAM = Program(
     hooks,
     weights=lambda state: find_weights(state.train_model),
-    compiles=False,  # XLA has no strings
+    compiles=False,  # XLA does not support strings
 )

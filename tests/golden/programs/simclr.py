@@ -1,7 +1,7 @@
-"""SimCLR, after the paper's own code: two views of an image, all others of the batch as negatives.
+"""SimCLR, after the paper's own code: two views per image, and the rest of the batch as negatives.
 
-The negatives are those of the global batch: each replica gathers the embeddings of all, and its own
-examples are the rows from where the replicas before it end. Nothing here starts TensorFlow.
+The negatives are from the global batch: each replica gathers the embeddings of all replicas, and
+``row_offset`` tells it which rows are its own. Importing this module does not start TensorFlow.
 """
 
 import functools
@@ -22,13 +22,13 @@ IMAGES = RANDOM.normal(size=(40, FEATURES))
 VIEWS = tuple(
     (IMAGES + RANDOM.normal(scale=0.3, size=IMAGES.shape)).astype("float32") for _ in range(2)
 )
-EVALUATED = 19  # of the last batch, a second replica has none
+EVALUATED = 19  # this number is not divisible by the batch size, so that the last batch is smaller
 create_dataset = small.slices(VIEWS)
 create_eval_dataset = small.slices(tuple(view[:EVALUATED] for view in VIEWS))
 
 
 class Encoder(keras.Model):
-    """Encoder and projection head, applied to both views."""
+    """An encoder and a projection head, which are applied to both views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,12 +41,15 @@ class Encoder(keras.Model):
 
 
 def with_all(output: Any) -> Any:
-    """Both embeddings, those of all replicas, and where this replica's begin among them."""
+    """Returns this replica's embeddings, those of all replicas, and the index of its first row."""
     return output, ctl_core.all_gather(output), ctl_core.row_offset()
 
 
 def scores(loss_input: Any) -> Any:
-    """For each example: how near its other view, and all the rest, are; and which is its own."""
+    """Returns the index of each example's other view, and the similarities of both its views.
+
+    A view is compared with all other views in the batch.
+    """
     (view, other_view), (all_ones, all_others), first = loss_input
     own_columns = first + tf.range(tf.shape(view)[0])
     itself = 1e9 * tf.one_hot(own_columns, tf.shape(all_ones)[0])
@@ -87,5 +90,5 @@ hooks = functools.partial(
 )
 
 
-# A micro-batch has fewer negatives.
+# A micro-batch has fewer negatives than the batch.
 PROGRAM = Program(hooks, settings={"eval_every": 5}, accumulates=False)

@@ -1,7 +1,7 @@
-"""A Transformer that tells the next word, of padded sentences.
+"""A Transformer that predicts the next word of padded sentences.
 
-Sentences are padded to the longest of a global batch. Words count, not sentences: the loss is the
-mean over all words that are no padding, which the hook ``batch_weight`` counts.
+Sentences are padded to the longest one of a global batch. The loss is the mean over words, not over
+sentences. The hook ``batch_weight`` counts the words that are not padding.
 """
 
 import functools
@@ -37,7 +37,7 @@ def create_eval_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
 
 
 class Block(keras.layers.Layer):
-    """Attention to the words so far, without padding, and two dense layers."""
+    """Causal attention without padding, followed by two dense layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(keras.layers.Layer):
 
 
 class Transformer(keras.Model):
-    """Words and places, a block, a number for each word of the vocabulary."""
+    """Embeds words and positions, applies a block, and returns logits over the vocabulary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def real_words(target: Any) -> Any:
 
 
 def crossentropy(loss_input: Any) -> Any:
-    """Of a sentence: the sum over its words."""
+    """Returns the cross-entropy of each sentence, summed over its words."""
     output, target = loss_input
     each = keras.losses.sparse_categorical_crossentropy(target, output, from_logits=True)
     return tf.reduce_sum(each * real_words(target), axis=1)
@@ -90,7 +90,8 @@ def batch_weight(batch: Any) -> Any:
 
 
 def metric_pre(output: Any, batch: Any) -> Any:
-    # Words in one row: of sentences Keras takes the mean first, which depends on their padding.
+    # All words are in one row. If rows were sentences, Keras would first take the mean of each
+    # sentence, which depends on its padding.
     target = tf.reshape(batch[:, 1:], [-1])
     return target, tf.reshape(output, [-1, VOCABULARY]), real_words(target)
 

@@ -1,9 +1,11 @@
 """A variational autoencoder, after Keras' example: encoder, sampling layer, decoder, KL term.
 
-The KL term is part of each example's loss, or a layer's ``add_loss`` with the mean over its batch,
-as many write it; both are one training. Weights are regularised, too. Noise is drawn from a seed of
-each example, so that any number of devices agrees; from the layer's own generator, as in the
-example, it is the plain loop's on one device, and each of several draws its own.
+The KL term is either part of each example's loss, or the mean over a batch that a layer adds with
+``add_loss``. Both give the same training. Weights are regularized, too.
+
+Noise is drawn from a seed per example, so that it does not depend on the number of devices. With
+``own_noise``, the layer's generator draws the noise, as in the example. Each device then draws
+different noise, so that only a run on one device can be compared with the plain loop.
 """
 
 from types import SimpleNamespace
@@ -41,7 +43,7 @@ def kl_of(mean: Any, log_variance: Any) -> Any:
 
 
 class Sampling(keras.layers.Layer):
-    """Draws a point for each example; with ``own_noise`` from the layer's generator."""
+    """Samples a point for each example, with noise from the layer's generator if ``own_noise``."""
 
     def __init__(self, own_noise: bool, adds_loss: bool) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class Sampling(keras.layers.Layer):
 
 
 class VAE(keras.Model):
-    """Encoder and decoder."""
+    """An encoder, a sampling layer and a decoder."""
 
     def __init__(self, own_noise: bool, adds_loss: bool) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ def create_model(own_noise: bool = False, adds_loss: bool = False) -> keras.Mode
 
 
 class Loss:
-    """Reconstruction and KL of each example."""
+    """Computes the reconstruction loss of each example and, if ``with_kl``, adds its KL term."""
 
     def __init__(self, with_kl: bool) -> None:
         self.with_kl = with_kl
@@ -130,7 +132,7 @@ def hooks(own_noise: bool = False, adds_loss: bool = False) -> SimpleNamespace:
         create_metrics=create_metrics,
         metric_pre=metric_pre,
     )
-    del program.update_pre, program.every_steps  # those that every project has by default
+    del program.update_pre, program.every_steps  # the engine's defaults are used
     return program
 
 

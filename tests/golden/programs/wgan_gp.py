@@ -1,7 +1,7 @@
 """WGAN-GP, after Keras' example: three turns of the critic, then one of the generator.
 
-Noise and the points between real and made images come with the data, other ones for each turn, so
-that any number of devices has the same.
+The dataset contains the noise, and the weights for interpolating between real and generated images.
+Each turn has its own, so that they do not depend on the number of devices.
 """
 
 import functools
@@ -30,7 +30,7 @@ create_dataset = small.slices(DATA)
 
 
 class GAN(keras.Model):
-    """Critic and generator; as a model, what the critic says of real and made images."""
+    """A critic and a generator. When called, it returns the scores of real and generated images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def create_opt(lr: Any) -> dict[str, keras.Optimizer]:
 
 
 def penalty(critic: keras.Model, real: Any, fake: Any, between: Any) -> Any:
-    """One number per example: how far the critic's slope is from 1."""
+    """Returns the penalty of each example, which grows with the distance of the slope from 1."""
     point = between * real + (1.0 - between) * fake
     with tf.GradientTape() as tape:
         tape.watch(point)
@@ -106,7 +106,7 @@ hooks = functools.partial(
 
 @functools.cache
 def train_plainly() -> tuple[keras.Model, list[float]]:
-    """Returns the model, and the mean penalties of the steps."""
+    """Returns the model, and the mean penalty of each step."""
     model = create_model()
     optimizers = create_opt(RATE)
     penalties = []
@@ -131,8 +131,8 @@ def train_plainly() -> tuple[keras.Model, list[float]]:
     return model, penalties
 
 
-# Micro-batches cannot go with turns, which the engine says. A last bias changes nothing that the
-# critic is trained by.
+# The engine refuses to combine micro-batches with turns. The critic's last bias cancels in its
+# loss, so that it does not change.
 PROGRAM = Program(
     hooks, lambda: (train_plainly()[0].weights, {}), accumulates=False, frozen="said/bias"
 )

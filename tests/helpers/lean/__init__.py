@@ -1,13 +1,13 @@
-"""Imports TensorFlow without what it and Keras would import along.
+"""Speeds up the import of TensorFlow and Keras by hiding optional packages from them.
 
-Where jax and scikit-learn are installed, they take a third of its five seconds.
-``sitecustomize.py`` hides them from every process that has this folder on its path, and from the
-processes that run the tests, whose ``conftest.py`` imports it.
+If jax and scikit-learn are installed, they take a third of the five seconds of the import.
+``sitecustomize.py`` hides them from every process that has this folder in its PYTHONPATH. The test
+processes import it in ``conftest.py``.
 """
 
 import os
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# For the environment of a process that is to find the engine and the tests, too.
+# The PYTHONPATH for processes that must also find the engine and the tests.
 PYTHONPATH = os.pathsep.join([str(FOLDER), str(FOLDER.parents[2])])

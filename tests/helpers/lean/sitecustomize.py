@@ -1,4 +1,4 @@
-"""Python imports this when it starts: see ``__init__.py``."""
+"""Hides slow packages. Python imports this module when it starts, see ``__init__.py``."""
 
 import sys
 
