@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 COLUMNS = 80
-ROWS = 40
+ROWS = 20
 PROMPT = "$ "
 CONTROL = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\r|\n")
 # The recording is played at twice its speed, and pauses are shortened to this many seconds.
 SPEED = 2.0
 LONGEST_PAUSE = 1.5
 PAUSE_AT_PROMPT = 1.5
+# A line that is written over within this time is left out: a duration of 0 would be for ever.
+SHORTEST = 0.02
 
 # Of the picture, in pixels.
 FONT_SIZE = 13
@@ -191,7 +193,7 @@ def list_texts(frames: Sequence[Frame]) -> Iterator[Text]:
         for frame in frames:
             line = frame.lines[row].rstrip() if row < len(frame.lines) else ""
             if line != shown:
-                if shown:
+                if shown and frame.time - start >= SHORTEST:
                     yield Text(row, start, frame.time, shown)
                 shown = line
                 start = frame.time
@@ -206,9 +208,7 @@ def draw(frames: Sequence[Frame], title: str) -> str:
         frames: the recording
         title: what it shows, for those who do not see it
     """
-    rows = max(len(frame.lines) for frame in frames)
-    if not frames[-1].lines[-1]:
-        rows -= 1
+    rows = min(ROWS, max(map(count_rows, frames)))
     width = round(COLUMNS * CHARACTER + 2 * MARGIN)
     height = rows * LINE + 2 * MARGIN
     title = html.escape(title)
@@ -218,19 +218,43 @@ def draw(frames: Sequence[Frame], title: str) -> str:
         # A dark terminal with a border is legible on a light page and on a dark one.
         f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" fill="#161b22" '
         'stroke="#484f58"/>',
+        f'<svg y="{MARGIN}" width="{width}" height="{rows * LINE}">',
         '<g font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" '
-        f'font-size="{FONT_SIZE}" fill="#e6edf3" xml:space="preserve">',
+        f'font-size="{FONT_SIZE}" fill="#e6edf3" '
+        f'transform="translate(0, {-LINE * count_hidden(frames[-1], rows)})">',
+        draw_scrolling(frames, rows),
     ]
     elements += [draw_text(text) for text in list_texts(frames)]
-    return "\n".join([*elements, "</g></svg>", ""])
+    return "\n".join([*elements, "</g></svg></svg>", ""])
+
+
+def count_rows(frame: Frame) -> int:
+    """Returns the number of rows, without the empty one that waits for output."""
+    return len(frame.lines) - (not frame.lines[-1])
+
+
+def count_hidden(frame: Frame, rows: int) -> int:
+    """Returns the number of rows that have moved out of the picture, at its top."""
+    return max(0, count_rows(frame) - rows)
+
+
+def draw_scrolling(frames: Sequence[Frame], rows: int) -> str:
+    """Returns the animation that moves the lines up when the picture is full."""
+    end = frames[-1].time or 1.0
+    times = [f"{frame.time / end:.4f}" for frame in frames]
+    places = [f"0 {-LINE * count_hidden(frame, rows)}" for frame in frames]
+    return (
+        f'<animateTransform attributeName="transform" type="translate" dur="{end:.2f}s" '
+        f'calcMode="discrete" keyTimes="{";".join(times)}" values="{";".join(places)}"/>'
+    )
 
 
 def draw_text(text: Text) -> str:
     """Returns a line of the picture; one that stays is visible without the animation, too."""
-    y = MARGIN + LINE * text.row + FONT_SIZE
+    y = LINE * text.row + FONT_SIZE
     color = ' fill="#7ee787"' if text.text.startswith(PROMPT) else ""
     length = f'textLength="{len(text.text) * CHARACTER:.1f}" lengthAdjust="spacingAndGlyphs"'
-    line = html.escape(text.text)
+    line = html.escape(text.text).replace(" ", "\N{NO-BREAK SPACE}")  # others are joined into one
     if text.end is None:
         hidden = ""
         if text.start > 0:

@@ -131,7 +131,7 @@ def describe_end(state: State, start: int) -> list[str]:
     all_seconds = state.clock.measure_all()
     duration = f"{state.step - start} steps in {all_seconds:.1f} s"
     other_seconds = all_seconds - state.clock.measure_training()
-    if other_seconds > 0.1:
+    if other_seconds > 0.1 and state.stopped_by is None:
         duration += f" ({other_seconds:.1f} s evaluating and saving)"
     facts = [f"step {state.step}", duration]
     peak = read_peak_memory(state.strategy.extended.worker_devices)

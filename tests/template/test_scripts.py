@@ -146,7 +146,7 @@ def test_recording_of_a_terminal(tmp_path: Path) -> None:
     picture = ElementTree.fromstring(terminal.draw(shortened, "A & B"))
     shown = {}
     for text in picture.iter("{http://www.w3.org/2000/svg}text"):
-        shown[text.text] = text.get("visibility")
+        shown[str(text.text).replace("\xa0", " ")] = text.get("visibility")
     assert shown["step 1 <"] == "hidden"
     stays = [line for line in frames[-1].lines if line]
     assert [shown[line] for line in stays] == [None] * len(stays)
