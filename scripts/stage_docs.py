@@ -33,11 +33,13 @@ DOCUMENTS = {
 ONLY_IN_REPOSITORY = ("docs/README.md",)
 # A page, a section with a title, or a list of these.
 Navigation: TypeAlias = str | dict[str, "Navigation"] | list["Navigation"]
-# The placeholder in the README for the owner and the name of the repository.
-PLACEHOLDER = "OWNER/cookiecutter-tensorflow-ctl"
+# The placeholder in the README for the account that hosts the repository.
+OWNER = "OWNER"
 _FENCE = re.compile(r"^([ ]*)```.*?^\1```$", re.MULTILINE | re.DOTALL)
-# The target of a link, in Markdown and in HTML.
-_TARGET = re.compile(r'(?P<before>\]\(|(?:href|src|srcset)=")(?P<target>[^)"\s]+)(?P<after>[)"])')
+# The target of a link: in Markdown, in the definition of a reference, and in HTML.
+_TARGET = re.compile(
+    r'(?P<before>\]\(|^\[[^\]\n]+\]: |(?:href|src|srcset)=")(?P<target>[^)"\s]+)', re.MULTILINE
+)
 
 
 class BrokenLink(Exception):
@@ -106,7 +108,7 @@ class Document:
     def render(self) -> str:
         """Returns the text of the page."""
         text = (ROOT / self.path).read_text("utf-8")
-        text = text.replace(PLACEHOLDER, "/".join(self.repository.split("/")[-2:]))
+        text = text.replace(OWNER, self.repository.split("/")[-2])
         return "".join(
             part if is_code else _TARGET.sub(self._rewrite, part)
             for part, is_code in split_code(text)
@@ -114,7 +116,7 @@ class Document:
 
     def _rewrite(self, match: re.Match[str]) -> str:
         target = self._find_target(match["target"], is_picture="src" in match["before"])
-        return f"{match['before']}{target}{match['after']}"
+        return f"{match['before']}{target}"
 
     def _find_target(self, link: str, is_picture: bool) -> str:
         """Returns the target on the site of a link in the repository.

@@ -42,6 +42,13 @@ same about one hook.
 In the order in which they are called:
 
 """
+ARGUMENTS = """\
+## All arguments
+
+An argument has a line for each of its meanings. Hooks in the graph get tensors, and hooks on the
+host get values.
+
+"""
 COMMON = """\
 In shapes, `b` is the number of examples, and `[]` a scalar. Every hook can also take these
 arguments:
@@ -68,12 +75,25 @@ def list_hooks() -> Iterable[tuple[str, ...]]:
         yield f"[`{spec.name}`](#{spec.name})", spec.place.value, purpose
 
 
-def list_arguments(arguments: Iterable[Argument], kind: str) -> Iterable[tuple[str, ...]]:
+def list_arguments(arguments: Iterable[Argument], head: str) -> Iterable[tuple[str, ...]]:
     """Yields the name, type and meaning of each argument, or of each field of a result."""
-    yield kind, "type", "meaning"
+    yield head, "type", "meaning"
     for argument in arguments:
-        shape = f" `{argument.shape}`" if argument.shape else ""
-        yield f"`{argument.name}`", f"{argument.type}{shape}", argument.meaning
+        kind = re.sub(r"\b(tf|ctl)(\.\w+)+", lambda match: f"`{match[0]}`", argument.type)
+        if argument.shape:
+            kind += f" `{argument.shape}`"
+        yield f"`{argument.name}`", kind, argument.meaning
+
+
+def list_all_arguments() -> Iterable[tuple[str, ...]]:
+    """Yields the name and meaning of each argument of any hook, and the hooks that can take it."""
+    yield "argument", "meaning, and the hooks that can take it"
+    hooks: dict[Argument, list[str]] = {}
+    for spec in TABLE:
+        for argument in spec.arguments:
+            hooks.setdefault(argument, []).append(f"[`{spec.name}`](#{spec.name})")
+    for argument in sorted(hooks, key=lambda argument: argument.name):
+        yield f"`{argument.name}`", f"{argument.meaning}<br>{', '.join(hooks[argument])}"
 
 
 def format_signature(spec: HookSpec) -> str:
@@ -117,7 +137,7 @@ def write_hooks() -> str:
         ]
     )
     hooks = ["\n".join(describe_hook(spec)) for spec in TABLE]
-    return "\n".join([head, *hooks])
+    return "\n".join([head, *hooks, ARGUMENTS + format_table(list_all_arguments())])
 
 
 # ---- Settings and commands -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import signal
 import sys
 import tomllib
 from importlib.metadata import metadata
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+from ctl_core.run.errors import PeerLost, RunError, SetupError
 from scripts import terminal
 from scripts.tables import DOCS, write_all, write_list_of_pages
 from tests.helpers.rendering import ROOT, TEMPLATE
@@ -26,6 +28,14 @@ def test_generated_pages_are_what_the_engine_says() -> None:
     pages = {**write_all(), "README.md": write_list_of_pages()}
     for name, text in pages.items():
         assert text == (DOCS / name).read_text("utf-8"), "make generated"
+
+
+def test_the_page_of_errors_lists_the_exit_codes() -> None:
+    """Those of exceptions, of success, and of the two signals that end a run."""
+    _, _, table = (DOCS / "errors.md").read_text("utf-8").partition("\n## Exit codes\n")
+    codes = {RunError.exit_code, SetupError.exit_code, PeerLost.exit_code, 0}
+    signals = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+    assert {int(code) for code in re.findall(r"^(\d+) \|", table, re.M)} == codes | signals
 
 
 def test_the_digits_are_what_the_script_makes(

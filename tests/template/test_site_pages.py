@@ -50,6 +50,11 @@ def test_links_lead_to_pages_or_to_the_repository(
     assert document.render() == f"See [the\npage]({target}).\n"
 
 
+def test_references_and_titles_stay(write: Write) -> None:
+    document = write("README.md", '[One][a], [two](docs/b.md "Two")\n\n[a]: docs/a.md\n')
+    assert document.render() == '[One][a], [two](b.md "Two")\n\n[a]: a.md\n'
+
+
 def test_pictures_are_copied(write: Write, tmp_path: Path) -> None:
     document = write(
         "README.md", '![One](%7B%7Bx%7D%7D/one.png)\n<img src="%7B%7Bx%7D%7D/one.png">'
@@ -68,7 +73,7 @@ def test_code_stays_as_it_is(write: Write) -> None:
 def test_the_owner_of_the_repository_is_put_in(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    document = write("README.md", "`gh:OWNER/cookiecutter-tensorflow-ctl`")
+    document = write("README.md", "`gh:OWNER/it`")
     assert document.render() == "`gh:me/it`"
     monkeypatch.undo()
     assert stage_docs.read_repository_url().startswith("https://github.com/")
