@@ -49,9 +49,10 @@ def draw_terminal(project: Path) -> str:
 
 def train_and_kill(project: Path) -> list[str]:
     """Trains in two parts, the first of which is killed; returns what the terminal shows."""
-    log = project / "runs" / RUN / "train.log"
+    run = project / "runs" / RUN
+    log = run / "train.log"
     first = subprocess.Popen(FIRST.split(), cwd=project, start_new_session=True)
-    while not (log.exists() and f"step {KILLED}/" in log.read_text()):
+    while not has_reported(run, KILLED):
         if first.poll() is not None:
             raise SystemExit(f"error: the run ended before step {KILLED}; remove {log.parent}")
         time.sleep(0.05)
@@ -63,11 +64,18 @@ def train_and_kill(project: Path) -> list[str]:
     return [f"$ {FIRST}", *shorten(before), "Killed", f"$ {AGAIN}", *shorten(after)]
 
 
+def has_reported(run: Path, step: int) -> bool:
+    """Returns True if a run has written the values of a step."""
+    file = run / "metrics.jsonl"
+    return file.exists() and f'"step": {step},' in file.read_text()
+
+
 def shorten(lines: list[str]) -> list[str]:
-    """Keeps the first and last lines of a log, and the last evaluations; none with its time."""
+    """Keeps the first line of a log, the last evaluations and the outcome; none with its time."""
     lines = [line.partition(" INFO ")[2] for line in lines]
     evaluations = [line for line in lines if "eval:" in line][-2:]
-    return [lines[0], *evaluations, lines[-1]]
+    outcome = [line for line in lines if line.startswith("done:")]
+    return [lines[0], *evaluations, *outcome]
 
 
 def read_losses(run: Path, split: str) -> list[tuple[int, float]]:
