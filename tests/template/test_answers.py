@@ -118,6 +118,20 @@ def test_without_author_and_description(render: Render, tmp_path: Path) -> None:
     assert (project / "README.md").read_text().startswith("# My Training\n\nA small ")
 
 
+def test_readme_links_to_the_site_of_a_template_on_github(run: Run, tmp_path: Path) -> None:
+    """Its owner is that of ``gh:owner/name``, which is a folder here."""
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "name").symlink_to(ROOT)
+    config = tmp_path / "config.yaml"
+    places = f"cookiecutters_dir: {tmp_path}/templates\nreplay_dir: {tmp_path}/replay\n"
+    config.write_text(f"{places}abbreviations:\n  gh: {tmp_path}/{{0}}\n")
+    options = ["--no-input", "--config-file", config, "-o", tmp_path]
+    run("cookiecutter", "gh:owner/name", *options, cwd=tmp_path)
+    readme = (tmp_path / "my_training" / "README.md").read_text()
+    assert "[Documentation](https://owner.github.io/name/)" in readme
+    assert "(https://github.com/owner/name)" in readme
+
+
 # ---- From wherever the template is taken it comes out the same, and it can be updated ------------
 
 
