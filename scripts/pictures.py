@@ -49,9 +49,10 @@ def draw_terminal(project: Path) -> str:
 
 def train_and_kill(project: Path) -> list[str]:
     """Trains, kills the run, and resumes it; returns the lines that the terminal shows."""
-    log = project / "runs" / RUN / "train.log"
+    run = project / "runs" / RUN
+    log = run / "train.log"
     first = subprocess.Popen(FIRST.split(), cwd=project, start_new_session=True)
-    while not (log.exists() and f"step {KILLED}/" in log.read_text()):
+    while not has_reported(run, KILLED):
         if first.poll() is not None:
             raise SystemExit(f"error: the run ended before step {KILLED}; remove {log.parent}")
         time.sleep(0.05)
@@ -63,11 +64,18 @@ def train_and_kill(project: Path) -> list[str]:
     return [f"$ {FIRST}", *shorten(before), "Killed", f"$ {AGAIN}", *shorten(after)]
 
 
+def has_reported(run: Path, step: int) -> bool:
+    """Returns True if a run has written the values of a step."""
+    file = run / "metrics.jsonl"
+    return file.exists() and f'"step": {step},' in file.read_text()
+
+
 def shorten(lines: list[str]) -> list[str]:
-    """Returns the first line, the last two evaluations and the last line of a log; no times."""
+    """Returns the first line of a log, its last two evaluations and its outcome, without times."""
     lines = [line.partition(" INFO ")[2] for line in lines]
     evaluations = [line for line in lines if "eval:" in line][-2:]
-    return [lines[0], *evaluations, lines[-1]]
+    outcome = [line for line in lines if line.startswith("done:")]
+    return [lines[0], *evaluations, *outcome]
 
 
 def read_losses(run: Path, split: str) -> list[tuple[int, float]]:

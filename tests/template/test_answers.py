@@ -119,6 +119,20 @@ def test_without_author_and_description(render: Render, tmp_path: Path) -> None:
     assert (project / "README.md").read_text().startswith("# My Training\n\nA small ")
 
 
+def test_readme_links_to_the_site_of_a_template_on_github(run: Run, tmp_path: Path) -> None:
+    """The README of a project links to the site of the owner in ``gh:owner/name``."""
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "name").symlink_to(ROOT)
+    config = tmp_path / "config.yaml"
+    places = f"cookiecutters_dir: {tmp_path}/templates\nreplay_dir: {tmp_path}/replay\n"
+    config.write_text(f"{places}abbreviations:\n  gh: {tmp_path}/{{0}}\n")
+    options = ["--no-input", "--config-file", config, "-o", tmp_path]
+    run("cookiecutter", "gh:owner/name", *options, cwd=tmp_path)
+    readme = (tmp_path / "my_training" / "README.md").read_text()
+    assert "[Documentation](https://owner.github.io/name/)" in readme
+    assert "(https://github.com/owner/name)" in readme
+
+
 # ---- The project is the same from each source of the template, and can be updated ----------------
 
 
