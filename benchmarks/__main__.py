@@ -110,8 +110,9 @@ def _notes(device: str, rounds: int, seconds: float) -> list[str]:
         ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         machine = f"{subprocess.check_output(ask, text=True).splitlines()[0]}, {machine}"
     return [
-        f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians; a goal is the median "
-        "of each round's ratio, with its quartiles.",
+        f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians over the rounds. "
+        "For each goal, the ratio is computed in every round; the table shows its median and its "
+        "quartiles.",
         "exact: --deterministic, with the same threads; 4 logical: --logical-replicas 4; 4 micro: "
         "--accumulate-steps 4.",
         "floor: a bare loop in the graph, data in memory. input alone: batches are drawn, nothing "
