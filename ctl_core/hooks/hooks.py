@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import linecache
 import re
 import traceback
 import types
@@ -105,7 +106,8 @@ class Hook:
         ]
         # Add the lines of functions that AutoGraph converted, or that Dataset.map called.
         frames += [*read_translated_stack(error), *parse_frames(str(error))]
-        return f"{self.locate(frames)}: {format_error(error)}"
+        cure = explain_missing_hparam(error, frames, self.common.get("hparams", {}))
+        return f"{self.locate(frames)}: {format_error(error)}{cure}"
 
     def locate(self, frames: Iterable[tuple[str, int]]) -> str:
         """Returns ``update_pre (callbacks.py:14)`` for the last frame in the hook's own file."""
@@ -131,6 +133,27 @@ class Hook:
             return False
         lines = range(code.co_firstlineno, 1 + max(line or 0 for _, _, line in code.co_lines()))
         return any(file == code.co_filename and line in lines for file, line in frames)
+
+
+def explain_missing_hparam(
+    error: BaseException, frames: Iterable[tuple[str, int]], hparams: Mapping[str, Any]
+) -> str:
+    """Returns where to add the hyperparameter that was not found; "" for any other error.
+
+    Args:
+        error: the error that a hook raised
+        frames: the files and lines that it went through
+        hparams: the hyperparameters that there are
+    """
+    if not isinstance(error, KeyError) or not error.args or error.args[0] in hparams:
+        return ""
+    name = error.args[0]
+    reads = (f"hparams[{name!r}]", f'hparams["{name}"]')
+    lines = [linecache.getline(file, number) for file, number in frames]
+    if not any(read in line for line in lines for read in reads):
+        return ""
+    there = ", ".join(hparams) or "nothing"
+    return f"; add it to hparams in config.yaml, which has {there}"
 
 
 def call_function(function: Callable[..., UserObject], values: dict[str, Any]) -> UserObject:

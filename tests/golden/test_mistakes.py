@@ -257,7 +257,10 @@ every_steps = {7: [show]}
 def input_pre(batch):
     print(batch[0].numpy())  # here
     return batch[0]
-== a hook of the graph raises -> input_pre | KeyError | 'scale'
+== a hyperparameter is missing -> create_model | 'widht' | hparams in config.yaml
+def create_model(hparams):
+    return keras.layers.Dense(hparams["widht"])  # here
+== a hook of the graph raises -> input_pre | KeyError | 'scale' | hparams in config.yaml
 def input_pre(batch, hparams):
     return batch[0] * hparams["scale"]  # here
 == Dataset.map raises -> create_dataset | AttributeError | 'nothing'
