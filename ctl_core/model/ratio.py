@@ -123,12 +123,12 @@ def _check_loss(state: State, objective: str, ratio: float, console: Console) ->
         hook = state.hooks.create_loss
     loss = "the loss"
     if objective != SINGLE_OBJECTIVE:
-        loss += f" of {objective!r}"
-    evidence = f"a batch's gradient is {ratio:.2f} times that of its halves"
+        loss += f" {objective!r}"
+    evidence = f"a batch's gradient is {ratio:.2f} times its halves'"
     if _MIN_RATIO_OF_MEAN <= ratio <= _MAX_RATIO_OF_MEAN:
         raise hook.reject(
             f"{loss} is a mean: {evidence}; return one number per example (Keras: "
-            "reduction='none', targets [b, 1])."
+            "reduction='none', targets [b, 1]; Dice: axis=(1, 2, 3))."
         )
     if _MIN_RATIO_OF_MEAN <= ratio <= _MAX_RATIO_OF_WHOLE:
         console.warn(
