@@ -165,7 +165,9 @@ class Config:
     )
     seed: int = declare(0, "seed of Python, NumPy, TensorFlow and Keras", ge=0, lt=2**32)
     run_name: _Name | None = declare(
-        None, ("folder in runs_dir; if it exists, that run is resumed"), "wide"
+        None,
+        "folder in runs_dir; an existing run is resumed; null: a new run, named by the time",
+        "wide",
     )
     fork: FilePath | None = declare(
         None, "start a new run from the state of another: a, a@300 or a@best"
@@ -194,7 +196,7 @@ class Config:
     keep: Number = declare(50, "number of newest checkpoints to keep")
     keep_best: _Best | None = declare(
         None,
-        "also keep the checkpoint with the best METRIC; METRIC:max if higher is better",
+        "also keep the checkpoint with the best METRIC, METRIC:max or METRIC:min",
         "loss",
     )
     early_stop: _Patience | None = declare(

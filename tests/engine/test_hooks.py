@@ -498,8 +498,8 @@ def test_fit_script_shown_in_documents_has_the_weights_of_its_hooks(
     """Without the shuffle, whose order in later epochs is another one in fit."""
     monkeypatch.chdir(tmp_path)
     page = "moving-from-fit.md"
-    for name, block in zip(("fit", "callbacks"), read_blocks(page), strict=True):
-        assert ".shuffle(800)" in block
+    blocks = [block for block in read_blocks(page) if ".shuffle(800)" in block]
+    for name, block in zip(("fit", "callbacks"), blocks, strict=True):
         Path(f"{name}.py").write_text(block.replace(".shuffle(800)", ""))
     model = runpy.run_path("fit.py")["model"]
     (settings,) = re.findall(r"^```yaml\n(.*?)^```$", (PAGES / page).read_text(), re.M | re.DOTALL)
@@ -507,6 +507,70 @@ def test_fit_script_shown_in_documents_has_the_weights_of_its_hooks(
     config = ctl_core.load_config("config.yaml", virtual_devices=2)
     state = ctl_core.train(runpy.run_path("callbacks.py"), config)
     compare.assert_close(state.train_model.weights, model.weights, 1e-4, 1e-4)
+
+
+def test_train_step_shown_in_documents_has_the_weights_of_its_hooks(
+    train: Train, tmp_path: Path
+) -> None:
+    """The documented ``grad_pre`` trains the same weights as the documented ``train_step``."""
+    blocks = read_blocks("moving-from-fit.md")
+    (method,) = (block for block in blocks if "def train_step" in block)
+    (hook,) = (block for block in blocks if "def grad_pre" in block)
+    shown: dict[str, Any] = {"keras": keras, "tf": tf}
+    exec(method, shown)
+    random = np.random.default_rng(0)
+    images = random.normal(size=(64, 4, 4, 1)).astype("float32")
+    labels = random.integers(3, size=64)
+
+    def create_model() -> keras.Model:
+        output = keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform(seed=0))
+        return shown["Classifier"]([keras.Input((4, 4, 1)), keras.layers.Flatten(), output])
+
+    def create_loss() -> Any:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+        return lambda pair: loss(pair[1], pair[0])
+
+    model = create_model()
+    mean = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=mean)
+    model.fit(images, labels, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    hooks = make_hooks(
+        create_dataset=sliced((images, labels)),
+        create_model=create_model,
+        create_loss=create_loss,
+        create_opt=lambda lr: keras.optimizers.SGD(lr),
+        update_pre=lambda gradients: (gradients, gradients),
+        **hooks_of(hook, tmp_path),
+    )
+    settings = {"learning_rate": 0.1, "log_every": 4, "virtual_devices": 2}
+    state = train(hooks, steps=8, batch_size=16, **settings)
+    compare.assert_close(state.train_model.weights, model.weights, 1e-5, 1e-6)
+    assert "gap" in state.history[-1]
+
+
+def test_plateau_shown_in_documents_is_that_of_keras() -> None:
+    """The documented ``after_eval`` sets the learning rates that ``ReduceLROnPlateau`` sets."""
+    (block,) = (block for block in read_blocks("moving-from-fit.md") if "after_eval" in block)
+    shown: dict[str, Any] = {}
+    exec(block, shown)
+    callback = keras.callbacks.ReduceLROnPlateau(
+        factor=0.1, patience=10, min_delta=1e-4, min_lr=1e-6
+    )
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.SGD(0.01))
+    callback.set_model(model)
+    callback.on_train_begin()
+    lr = tf.Variable(0.01)
+    state: dict[str, float] = {}
+    random = np.random.default_rng(0)
+    falling = 1 / np.arange(1, 21) + random.normal(scale=0.02, size=20)
+    rates = []
+    for epoch, loss in enumerate([*falling, float("nan"), *[1.0] * 50]):
+        callback.on_epoch_end(epoch, {"val_loss": loss})
+        shown["after_eval"]({"loss": loss}, lr, state)
+        rates.append(float(lr))
+        assert rates[-1] == pytest.approx(float(model.optimizer.learning_rate))
+    assert len(set(rates)) > 3
 
 
 @pytest.mark.parametrize("devices", small.slow_but(3, of=[1, 3]))
