@@ -18,15 +18,18 @@ Each example is a complete project to start from. It consists of a file of
 [hooks](glossary.md#hook) and the settings for this file. To generate a project from an example,
 pass the name of the example to cookiecutter:
 
-<!-- not run: the README's command is -->
+<!-- not run: the README's commands are -->
 ```sh
-uvx cookiecutter . --no-input example=gan -o ~/projects
-cd ~/projects/my_training && ./train.sh
+uvx cookiecutter gh:OWNER/cookiecutter-tensorflow-ctl --no-input example=gan
+cd my_training
+./train.sh --run-name a
 ```
 
-Run the first command in a clone of the template's repository. Without a clone, replace the dot in
-this command with the URL of the repository. Unless an example says otherwise, its times were
-measured on two CPU cores.
+`OWNER` stands for the account that hosts the template's repository. To use a clone, pass its path
+in place of `gh:OWNER/cookiecutter-tensorflow-ctl`. For NVIDIA GPUs, add `accelerator=gpu`; the
+default is TensorFlow for CPUs. To name the project, add `project_name=NAME`.
+
+Unless an example says otherwise, its times were measured on two CPU cores.
 """
 
 

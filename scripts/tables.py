@@ -218,7 +218,8 @@ def write_list_of_pages() -> str:
                 yield from list_entries(entries, depth + 1)
 
     entries = list_entries(read_config()["nav"], 2)
-    return "\n".join(["# Documentation\n", *entries]).replace("\n\n\n", "\n\n") + "\n"
+    tasks = "The README lists [pages by task](../README.md#documentation).\n"
+    return "\n".join(["# Documentation\n", tasks, *entries]).replace("\n\n\n", "\n\n") + "\n"
 
 
 # ---- Files ---------------------------------------------------------------------------------------

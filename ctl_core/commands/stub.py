@@ -17,7 +17,7 @@ _HEAD = '''\
 
 The engine calls these functions, the *hooks*, by name, and passes the arguments that they declare.
 A hook may declare more arguments than it does here: `python -m ctl_core hooks NAME` lists them.
-After an edit, `./train.sh --check` tries every hook in about half a minute.
+After an edit, `./train.sh --check` tries every hook. With a small model, this takes half a minute.
 """
 
 import keras

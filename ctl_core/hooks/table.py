@@ -280,7 +280,10 @@ CREATE_LOSS = HookSpec(
     place=Place.SETUP,
     is_required=True,
     purpose="The loss, one number per example or their sum",
-    details="The engine divides the sum by the global batch size, so never return a mean.",
+    details=(
+        "The engine divides the sum by the global batch size, so never return a mean. train_loss "
+        "may also take training, a bool."
+    ),
     returns=(
         "train_loss, a function of one argument, loss_input; for a Keras loss with "
         'reduction="sum" or "none": lambda pair: loss(pair[1], pair[0])'
@@ -338,7 +341,8 @@ INPUT_PRE = HookSpec(
     place=Place.GRAPH,
     purpose="The model's input, built from a batch",
     details=(
-        "Prediction and export call it, too: if you scale inputs here, clients send unscaled ones."
+        "Prediction and export call it, too: if you scale inputs here, clients send unscaled ones. "
+        "If you write serve, serve replaces it for requests."
     ),
     arguments=(BATCH, LR, STEP, TRAINING, OBJECTIVE, TURN),
     returns="model input",

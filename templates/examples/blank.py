@@ -2,7 +2,7 @@
 
 The engine calls these functions, the *hooks*, by name, and passes the arguments that they declare.
 A hook may declare more arguments than it does here: `python -m ctl_core hooks NAME` lists them.
-After an edit, `./train.sh --check` tries every hook in about half a minute.
+After an edit, `./train.sh --check` tries every hook. With a small model, this takes half a minute.
 """
 
 import keras
@@ -29,7 +29,7 @@ import ctl_core as ctl
 
 
 # The loss, one number per example or their sum. The engine divides the sum by the global batch
-# size, so never return a mean.
+# size, so never return a mean. train_loss may also take training, a bool.
 #
 # def create_loss():
 #     loss = keras.losses.MeanSquaredError(reduction="none")

@@ -383,7 +383,7 @@ def test_the_program_of_the_first_page_reads_a_table(
     table = np.concatenate([inputs, inputs.sum(axis=1, keepdims=True)], axis=1)
     np.savetxt("measurements.csv", table, delimiter=",", header="width,height,price")
     (source,) = read_blocks("get-started.md")
-    hooks: dict[str, Any] = {}
+    hooks: dict[str, Any] = {"__file__": str(tmp_path / "callbacks.py")}
     exec(compile(source, "get-started.md", "exec"), hooks)
     config = ctl_core.Config(
         steps=120, batch_size=50, learning_rate=0.03, run_name="a", eval_every=0

@@ -11,7 +11,7 @@ from tests.helpers.rendering import ROOT, Render, Run
 
 TEXT = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
 # These commands are skipped, because the environment and the project exist already.
-SKIPPED = ("cookiecutter ", "cd ", ". .venv/")
+SKIPPED = ("uvx cookiecutter ", "cd ", ". .venv/")
 
 
 def read_metrics(project: Path, run: str) -> list[dict[str, float]]:
