@@ -111,13 +111,13 @@ def draw(batch: Any, training: bool) -> Any:
 # Hooks with a mistake that training does not report. The key is a pattern for the beginning of the
 # message with which the check reports it.
 WRONG: dict[str, dict[str, Any]] = {
-    r"check: metric_pre .*: the metric worst differs: .* give .*all_gather": {
+    r"check: metric_pre .*: the metric worst differs: .* pass .*all_gather": {
         "create_metrics": lambda: {"worst": Worst()}
     },
     r"check: create_model .*: the variable .*/seen of the layer .* differs": {
         "create_model": lambda: keras.Sequential([keras.Input((5,)), Warm(), keras.layers.Dense(1)])
     },
-    r"check: create_loss \(test_check.py:\d+\): the loss .*differs: it is no sum": {
+    r"check: create_loss \(test_check.py:\d+\): the loss .*differs: it is not a sum": {
         "create_loss": lambda: lambda pair: tf.reduce_sum((pair[0] - pair[1][:, 0]) ** 2)
     },
     r"check: update_pre \(test_check.py:\d+\): the updates .*/kernel, .* differ": {
@@ -272,7 +272,7 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
         "a step and an evaluation on one and on 3 devices were compared",
         "73 parameters to train",
         ") ran, as after step 10000\n",
-        ") ran, as after step 10000; it ends training there. Enough.",
+        ") ran, as after step 10000; it ends training here. Enough.",
         "  evaluate, predict, export, load: loss ",
     ):
         assert pattern in printed

@@ -354,5 +354,5 @@ def test_run_survives_the_loss_of_a_host(hosts: list[str], tmp_path: Path) -> No
         for process in both:
             process.kill()
     last_words = (tmp_path / "lost-1.log").read_text().splitlines()[-1]
-    assert last_words.startswith("error: no answer from process 0 at 10.213.77.1:2222; start all")
+    assert last_words.startswith("error: no answer from process 0 at 10.213.77.1:2222; restart all")
     assert [process.wait(timeout=600) for process in start(project)] == [0, 0]

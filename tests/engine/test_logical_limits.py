@@ -166,7 +166,7 @@ def input_pre(batch):
 def input_pre(batch):
     tf.summary.scalar("mean", tf.reduce_mean(batch[0]))  # here
     return batch[0]
-== update_pre draws random numbers -> update_pre | before the sum | --no-jit-compile
+== update_pre draws random numbers -> update_pre | the update cannot be compiled | --no-jit-compile
 def update_pre(gradients):
     noise = tf.random.stateless_normal([], [1, 2])  # here
     return [noise * gradient for gradient in gradients], gradients
@@ -241,9 +241,9 @@ def test_a_resume_takes_the_setting_from_the_record(
     resume = ("train", "--run-name=a", "--steps=6")
     assert command("train", *WITH).code == 0
     outcome = command(*resume, "--logical-replicas=3")
-    assert_refused(outcome, "logical_replicas: runs/a began with 4, not with 3", "--fork runs/a")
+    assert_refused(outcome, "logical_replicas: runs/a was started with 4, not with 3", "--fork runs/a")
     outcome = command(*resume, f"--intra-op-threads={count_cores() + 1}")
-    assert_refused(outcome, "intra_op_threads: runs/a began with", "--fork runs/a")
+    assert_refused(outcome, "intra_op_threads: runs/a was started with", "--fork runs/a")
 
     assert command("train", *WITH, "--run-name=whole", "--steps=6").code == 0
     # The record of a checkpoint is enough, even if config.yaml lacks the settings.
@@ -264,7 +264,7 @@ def test_a_run_without_the_setting_does_not_get_it(tmp_path: Path, command: engi
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     assert command("train", *FLAGS).code == 0
     outcome = command("train", "--run-name=a", "--steps=6", "--logical-replicas=4")
-    assert_refused(outcome, "logical_replicas: runs/a began without, not with 4", "--fork runs/a")
+    assert_refused(outcome, "logical_replicas: runs/a was started without, not with 4", "--fork runs/a")
     record = read_record(tmp_path / "runs/a/ckpt", 4)
     assert (record.logical_replicas, record.intra_op_threads) == (None, None)
 

@@ -115,7 +115,7 @@ def test_hidden_state_survives_a_kill(
 
 
 def test_variable_that_replicas_would_share_is_refused(train: engine.Train) -> None:
-    with pytest.raises(ctl_core.SetupError, match="writes count") as refused:
+    with pytest.raises(ctl_core.SetupError, match="assigns count") as refused:
         train(hide_outside()[0], **SETTINGS, virtual_devices=2)
     assert "create_model" in str(refused.value) and "\n" not in str(refused.value)
 

@@ -191,7 +191,7 @@ def create_opt(lr):  # here
 == create_opt returns a class -> create_opt | class Adam | optimizer
 def create_opt():  # here
     return keras.optimizers.Adam
-== an optimizer is made outside of the hook -> create_opt | created before
+== an optimizer is created outside of the hook -> create_opt | created before
 made = keras.optimizers.SGD(0.1)
 def create_opt():  # here
     return made
@@ -442,7 +442,7 @@ def read():
     yield tuple(part.astype("int32") for part in small.data())
 def create_dataset():  # here
     return read()
-== a reader that can be read once -> create_dataset | made outside
+== a reader that can be read once -> create_dataset | created outside
 batches = iter([small.data()])
 def create_dataset():  # here
     return batches

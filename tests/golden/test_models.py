@@ -91,7 +91,7 @@ def test_dropout_drops_in_training_only(
     assert set(np.unique(seen[0].round(5))) == {0.0, 2.0}
     assert not np.array_equal(seen[0][:8], seen[0][8:])
     assert state.metrics["mean"] == pytest.approx(1.0)
-    printed = "each has random numbers (Dropout) of its own" in capsys.readouterr().out
+    printed = "each has its own random numbers (Dropout)" in capsys.readouterr().out
     assert printed == (devices > 1)
 
 
