@@ -241,7 +241,8 @@ def test_a_resume_takes_the_setting_from_the_record(
     resume = ("train", "--run-name=a", "--steps=6")
     assert command("train", *WITH).code == 0
     outcome = command(*resume, "--logical-replicas=3")
-    assert_refused(outcome, "logical_replicas: runs/a was started with 4, not with 3", "--fork runs/a")
+    message = "logical_replicas: runs/a was started with 4, not with 3"
+    assert_refused(outcome, message, "--fork runs/a")
     outcome = command(*resume, f"--intra-op-threads={count_cores() + 1}")
     assert_refused(outcome, "intra_op_threads: runs/a was started with", "--fork runs/a")
 
@@ -264,7 +265,8 @@ def test_a_run_without_the_setting_does_not_get_it(tmp_path: Path, command: engi
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     assert command("train", *FLAGS).code == 0
     outcome = command("train", "--run-name=a", "--steps=6", "--logical-replicas=4")
-    assert_refused(outcome, "logical_replicas: runs/a was started without, not with 4", "--fork runs/a")
+    message = "logical_replicas: runs/a was started without, not with 4"
+    assert_refused(outcome, message, "--fork runs/a")
     record = read_record(tmp_path / "runs/a/ckpt", 4)
     assert (record.logical_replicas, record.intra_op_threads) == (None, None)
 
