@@ -34,6 +34,7 @@ def test_a_report_replaces_the_one_before_with_its_chart(tmp_path: Path) -> None
         Timing("lstm", 1, 50, COMPILED, [200e-6] * 3),
         Timing("lstm", 1, 50, FIT, [1300e-6] * 3),
         Timing("first step", 1, 0, "engine", [2.5] * 3),
+        Timing("mlp, exact", 1, 50, "engine", [200e-6] * 3),  # not compared with fit: no bar
     ]
     results = Results(timings, Memory(20, 2, 600.0, 601.0))
     page = tmp_path / "page.md"
@@ -49,3 +50,4 @@ def test_a_report_replaces_the_one_before_with_its_chart(tmp_path: Path) -> None
     assert "Memory of a run: 600 MiB" in text and re.search("^a note, long", text, re.M)
     chart = (tmp_path / "pictures" / "times-cpu.svg").read_text()
     assert "110 µs, 0.28 of fit" in chart and "200 µs, 0.15 of fit" in chart
+    assert "exact" not in chart
