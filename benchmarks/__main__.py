@@ -113,11 +113,12 @@ def _notes(device: str, rounds: int, seconds: float) -> list[str]:
         f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians over the rounds. "
         "For each goal, the ratio is computed in every round; the table shows its median and its "
         "quartiles.",
-        "exact: --deterministic, with the same threads; 4 logical: --logical-replicas 4; 4 micro: "
-        "--accumulate-steps 4.",
-        "floor: a bare loop in the graph, data in memory. input alone: batches are drawn, nothing "
-        "is trained. many steps a call: 50, or 10 where the loss is read every 10. saving: every "
-        "100 steps.",
+        "Rows called exact use --deterministic and the same threads. The column 4 logical uses "
+        "--logical-replicas 4, and the column 4 micro --accumulate-steps 4.",
+        "The column floor is a bare loop in the graph, with the data in memory. The column input "
+        "alone draws batches without training. The column many steps takes 50 steps per call, or "
+        "10 if the loss is read every 10 steps. The column saving writes a checkpoint every 100 "
+        "steps.",
     ]
 
 

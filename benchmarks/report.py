@@ -53,7 +53,7 @@ COLUMNS = {
     INPUT: (INPUT,),
 }
 # The line before the table of times.
-TITLE = "Time: µs a step, of the first step s"
+TITLE = "Times in microseconds per step; the first step in seconds"
 Key = tuple[str, int, int]
 
 
