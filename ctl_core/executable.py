@@ -135,7 +135,7 @@ def describe_failure(error: Exception, graph: tf.Graph, hooks: Hooks) -> str:
 
 @contextlib.contextmanager
 def forbid_uncompilable() -> Iterator[None]:
-    """Rejects summaries, and exchanges between replicas, in the executable of a replica.
+    """Rejects an executable of a replica that writes a summary, or exchanges values with replicas.
 
     Raises:
         NotCompilable: the code in the ``with`` block writes a summary or exchanges a value.

@@ -482,7 +482,7 @@ def _take_stacked(
     flags: tf.TensorArray,
     _: StepValues,
 ) -> LoopState:
-    """Takes several steps inside a loop with one call of an executable, one per stacked batch."""
+    """Takes one step per stacked batch, all in a single call of an executable."""
     stacked, first, count = tracer.data.iterator.take(steps - done)
     new_flags, values = executable(stacked, first, before + tf.cast(done, tf.int64), count)
     flags = flags.scatter(done + tf.range(count), new_flags[:count])

@@ -94,7 +94,7 @@ COMMANDS = {
         "list all hooks, explain one, or print their defaults as code", ("hook", "stub"), ()
     ),
 }
-# What a command is called with, for those that do not take the name of a run.
+# The arguments of the commands that do not take the name of a run.
 _USAGES = {"train": "[--SETTING VALUE ...]", "hooks": "[HOOK] [--stub]"}
 # The settings that name the code of a run, and its mirror. A fork does not inherit them, because
 # the original run may be somebody else's. Its code is not executed, and nothing is sent to its

@@ -99,7 +99,7 @@ def is_shuffle(stage: tf.data.Dataset) -> bool:
 
 
 def draws_random_numbers(stage: tf.data.Dataset) -> bool:
-    """Returns whether a stage draws random numbers, and saves its state in a position."""
+    """Returns True if a stage draws random numbers and its state is part of a saved position."""
     return type(stage).__name__ in _DRAWING_STAGES
 
 

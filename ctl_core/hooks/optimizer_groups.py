@@ -31,7 +31,7 @@ class OptimizerGroups(tf.Module):
         self._get_groups = lambda: groups
 
     def __getitem__(self, index: int) -> Optimizer:
-        """Returns the optimizer of a pair: hooks can write ``optimizer[0]``."""
+        """Returns one optimizer by its index, so that hooks can read ``optimizer[0]``."""
         return self.optimizers[index]
 
     def _find_group(self, variable: Variable) -> int:

@@ -165,7 +165,7 @@ def _find_target(statement: ast.AnnAssign | ast.Assign) -> ast.expr:
 def _read_assignment(
     text: str, name: str, statement: ast.AnnAssign | ast.Assign, sources: Mapping[str, str]
 ) -> str:
-    """Returns an assignment, after the functions that a dict names.
+    """Returns the code of an assignment, preceded by the functions that its dict names.
 
     Args:
         text: the file
