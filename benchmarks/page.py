@@ -1,8 +1,8 @@
-"""A report in a document, with its chart: ``python -m benchmarks.page docs/performance.md``.
+"""Draws the chart of a report in a document: ``python -m benchmarks.page docs/performance.md``.
 
-The command draws the chart again from the table in the document; nothing is measured. With
-``--printed FILE``, it first puts a report into the document that ``python -m benchmarks`` has
-printed, for example on a machine with a GPU.
+The command draws the chart from the table in the document, without measuring anything. With
+``--printed FILE``, it first replaces the report in the document by the printed report of
+``python -m benchmarks``, for example from a machine with a GPU.
 """
 
 from __future__ import annotations

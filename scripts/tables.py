@@ -171,11 +171,7 @@ def describe_command(name: str) -> Iterator[str]:
     """Yields the paragraphs about a command and its options."""
     command = COMMANDS[name]
     yield f"## {name}\n"
-    arguments = {
-        "train": "[--SETTING VALUE ...]",
-        "hooks": "[HOOK]",
-    }.get(name, "[NAME] [--SETTING VALUE ...]")
-    yield f"```text\npython -m ctl_core {name} {arguments}\n```\n"
+    yield f"```text\npython -m ctl_core {name} {command.usage}\n```\n"
     yield f"{capitalize(command.text)}.\n"
     rows = [("option", "meaning")]
     rows += [(f"`--{option}`", OPTIONS[option][1].description) for option in command.options]

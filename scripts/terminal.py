@@ -30,10 +30,10 @@ CONTROL = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\r|\n")
 SPEED = 2.0
 LONGEST_PAUSE = 1.5
 PAUSE_AT_PROMPT = 1.5
-# A line that is written over within this time is left out: a duration of 0 would be for ever.
+# A line overwritten within this time is left out, because SVG shows a duration of 0 for ever.
 SHORTEST = 0.02
 
-# Of the picture, in pixels.
+# The sizes in the picture, in pixels.
 FONT_SIZE = 13
 CHARACTER = 7.8
 LINE = 18
@@ -141,7 +141,7 @@ def read_output(command: Command, folder: Path, environment: Mapping[str, str]) 
         select.select([terminal], [], [])
         try:
             content = os.read(terminal, 65536)
-        except OSError:  # what Linux answers when the command has ended
+        except OSError:  # Linux reports an error once the command has ended
             break
         if not content:
             break

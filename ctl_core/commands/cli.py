@@ -64,11 +64,13 @@ class Flags(NamedTuple):
         text: a short description of the command
         options: the names of the command's own options, which ``OPTIONS`` defines
         settings: the names of the settings that the command has as flags
+        usage: the arguments that follow the name of the command
     """
 
     text: str
     options: Sequence[str]
     settings: Sequence[str] = _COMMON_SETTINGS
+    usage: str = "[NAME] [--SETTING VALUE ...]"
 
 
 COMMANDS = {
@@ -76,6 +78,7 @@ COMMANDS = {
         "train, or resume a run",
         ("config", "continue", "check", "background", "note"),
         tuple(SETTINGS),
+        "[--SETTING VALUE ...]",
     ),
     "evaluate": Flags(
         "evaluate a run's checkpoint",
@@ -91,11 +94,12 @@ COMMANDS = {
         "write a run's model for TensorFlow Serving", ("config", "checkpoint", "output")
     ),
     "hooks": Flags(
-        "list all hooks, explain one, or print their defaults as code", ("hook", "stub"), ()
+        "list all hooks, explain one, or print their defaults as code",
+        ("hook", "stub"),
+        (),
+        "[HOOK] [--stub]",
     ),
 }
-# The arguments of the commands that do not take the name of a run.
-_USAGES = {"train": "[--SETTING VALUE ...]", "hooks": "[HOOK] [--stub]"}
 # The settings that name the code of a run, and its mirror. A fork does not inherit them, because
 # the original run may be somebody else's. Its code is not executed, and nothing is sent to its
 # mirror, unless the project or a flag names them, too.
@@ -405,10 +409,10 @@ def _create_flag_source(command: str, fields: dict[str, Any]) -> Any:
         cli_parse_none_str="null",
         formatter_class=GroupedFormatter,
     )
-    text, _, settings = COMMANDS[command]
-    source.root_parser.description = describe_command(text, ENV_PREFIX, bool(settings))
+    flags = COMMANDS[command]
+    source.root_parser.description = describe_command(flags.text, ENV_PREFIX, bool(flags.settings))
     source.root_parser.epilog = list_examples(command)
-    source.root_parser.usage = f"%(prog)s {_USAGES.get(command, '[NAME] [--SETTING VALUE ...]')}"
+    source.root_parser.usage = f"%(prog)s {flags.usage}"
     return source
 
 

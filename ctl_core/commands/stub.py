@@ -1,8 +1,8 @@
 """Formats a callbacks.py with every hook, for ``python -m ctl_core hooks --stub``.
 
-A hook whose default is a function or a schedule is there with the code of its default. Any other
-hook, and each that is required, is there as an example in comments. The example ``blank`` of the
-template is this file, as a test checks.
+The file contains the code of each default that is a function or a schedule. For all other hooks,
+including the required ones, it contains an example in comments. The template's example ``blank`` is
+identical to this file, which a test checks.
 """
 
 import textwrap

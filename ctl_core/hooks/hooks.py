@@ -142,8 +142,8 @@ def explain_missing_hparam(
 
     Args:
         error: the error that a hook raised
-        frames: the files and lines that it went through
-        hparams: the hyperparameters that there are
+        frames: the files and lines of its stack
+        hparams: the existing hyperparameters
     """
     if not isinstance(error, KeyError) or not error.args or error.args[0] in hparams:
         return ""

@@ -156,7 +156,7 @@ def _read_default_sources() -> dict[str, str]:
 
 
 def _find_target(statement: ast.AnnAssign | ast.Assign) -> ast.expr:
-    """Returns what is assigned to, of several targets the first."""
+    """Returns the target of an assignment, or the first one of several."""
     if isinstance(statement, ast.AnnAssign):
         return statement.target
     return statement.targets[0]

@@ -36,10 +36,8 @@ INPUT_CONTEXT = Argument(
 LR = Argument(
     "lr",
     "learning rate object",
-    (
-        "optimizers accept it directly, and lr * 0.1 follows its changes; host hooks call "
-        "lr.assign(0.01)"
-    ),
+    "optimizers accept it directly, and lr * 0.1 follows its changes; host hooks call "
+    "lr.assign(0.01)",
 )
 TRAIN_MODEL = Argument("train_model", "callable", "the value that create_model returned")
 TRAIN_LOSS = Argument("train_loss", "callable", "the value that create_loss returned")

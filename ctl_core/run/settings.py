@@ -126,16 +126,14 @@ class Config:
     steps: Count | None = declare(
         None, "number of steps to train in total, including those before a resume"
     )
-    epochs: Count | None = declare(None, ("the same as a number of passes over the training data"))
-    overfit_batches: Count = declare(0, ("train only on the first N global batches, over and over"))
+    epochs: Count | None = declare(None, "the same as a number of passes over the training data")
+    overfit_batches: Count = declare(0, "train only on the first N global batches, over and over")
     batch_size: Number = declare(64, "global batch size, split between the replicas")
     accumulate_steps: Number = declare(1, "micro-batches per update; saves memory, not time")
     logical_replicas: Number | None = declare(
         None,
-        (
-            "split each batch into N parts: the same bits on any number of devices or "
-            "processes; slower"
-        ),
+        "split each batch into N parts: the same bits on any number of devices or "
+        "processes; slower",
     )
     intra_op_threads: Number | None = declare(
         None, "threads per op; null: all cores, or TensorFlow's choice"
@@ -185,7 +183,7 @@ class Config:
     eval_batch_size: Number | None = declare(
         None, "batch size of evaluations; null: as in training"
     )
-    limit_eval: Number | None = declare(None, ("evaluate only the first N batches of each dataset"))
+    limit_eval: Number | None = declare(None, "evaluate only the first N batches of each dataset")
     max_time: _Time | None = declare(None, "save and stop after this time", "7h30m")
     log_every: Number = declare(
         100, "write and reset the metrics of create_train_metrics every N steps"
