@@ -152,7 +152,7 @@ def run_cluster(folder: Path, *words: str, processes: int = 2) -> None:
     with (folder / "cluster.log").open("ab") as log:
         command = [sys.executable, "-m", *words]
         started = start_cluster(command, ROOT, processes, stdout=log, stderr=log)
-        codes = [process.wait(timeout=1500) for process in started]
+        codes = [process.wait(timeout=900) for process in started]
     assert not any(codes), (folder / "cluster.log").read_text()[-6000:]
 
 
