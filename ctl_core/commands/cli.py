@@ -91,7 +91,8 @@ COMMANDS = {
         (*_COMMON_SETTINGS, "eval_batch_size"),
     ),
     "export": Flags(
-        "write a run's model for TensorFlow Serving", ("config", "checkpoint", "output")
+        "export a run's model as a SavedModel, for TensorFlow Serving",
+        ("config", "checkpoint", "output"),
     ),
     "hooks": Flags(
         "list all hooks, explain one, or print their defaults as code",
