@@ -114,9 +114,9 @@ def _notes(device: str, rounds: int, seconds: float) -> list[str]:
     return [
         f"Measured in {rounds} rounds, which took {seconds:.0f} s, on a machine with {machine}. "
         f"The load averages at the end were {load}. Times are medians over the rounds.",
-        "Each goal is a limit for the ratio of two measured values, usually of two times. The "
-        "ratio of two times is computed in every round; the table shows the median and the "
-        "quartiles of these ratios.",
+        "Each goal is a limit for a ratio of two measured values, which are usually durations. "
+        "A ratio of two durations is computed once in each round. The table shows the median and "
+        "the quartiles of the ratios of all rounds.",
         "In the rows called `exact`, all runs use `--deterministic` and the same number of "
         "threads. The column `4 logical` shows runs with `--logical-replicas 4`, and the column "
         "`4 micro` shows runs with `--accumulate-steps 4`.",
