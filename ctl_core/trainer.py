@@ -246,17 +246,23 @@ class Trainer:
         return "done"
 
     def _loop(self) -> None:
+        """Takes the steps of the run, and does everything that is due after them.
+
+        Returns after the last step, or when a signal ends training. In both cases, a checkpoint of
+        the last step that was taken is saved.
+        """
         state = self.state
         schedule = self._schedule
         step = self.start
+        # The next step after which something is due. Before the first step, the loop makes the
+        # evaluation that was due when an earlier process was stopped.
+        stop = self.start
+        has_ended = False
         self._watch.step = step
-        stop = self.start  # the next step after which something is due
-        ended = False
-        called = 0
         while True:
             # Hooks have run already. Everything else that is due after a step waits until the
             # processes have exchanged their status: signals, and losses that are not finite.
-            self._sync_status(step, ended)
+            self._sync_status(step, has_ended)
             if step == stop:
                 self._profile.follow(step)
                 if step > self.start:
@@ -266,35 +272,53 @@ class Trainer:
                 self._save(step)
             if step >= schedule.last or self._signal:
                 break
-            before = step
             stop = schedule.find_next_stop(step)
-            step = min(stop, before + self._steps_per_call.limit)
-            fetches: frozenset[str] = frozenset()
-            if step == stop:
-                fetches = schedule.find_fetches(step)
-            with (
-                attribute_errors(state, self.functions, before),
-                self._steps_per_call.measure(step - before) as steps,
-            ):
-                values = self.functions.take_steps(steps, fetches)
-            self._run.steps_taken = step - self.start
-            self._watch.step = step
-            tell_step()
-            state.progress.examples += state.data.count_new_examples(steps)
-            # Deferred hooks that are due after the last step of the call run together with the
-            # other due hooks, so that all of them run in order.
-            passed = range(before + 1, step if step == stop else step + 1)
-            self._run_deferred_hooks(passed)
-            if step == stop:
-                ended = self._run_hooks(step, schedule.find_due(step), values)
-            self._console.advance(step, is_warm=len(self.functions.called) == called)
-            called = len(self.functions.called)
+            step, has_ended = self._advance(step, stop)
         with state.clock.pause():
             self.checkpoints.save()
             self.checkpoints.wait()
         self.checkpoints.statistics.average()
         if step < schedule.last:
             state.stopped_by = self._signal
+
+    def _advance(self, before: int, stop: int) -> tuple[int, bool]:
+        """Takes steps in one graph call, and runs the hooks that are due after them.
+
+        Args:
+            before: the last step that was taken before the call
+            stop: the next step after which something is due. If it is too far away for one call,
+                the call takes only the first steps.
+
+        Returns:
+            The last step of the call, and whether a hook has ended training.
+        """
+        state = self.state
+        step = min(stop, before + self._steps_per_call.limit)
+        steps = step - before
+        reaches_stop = step == stop
+        fetches: frozenset[str] = frozenset()
+        if reaches_stop:
+            fetches = self._schedule.find_fetches(step)
+        graphs_called = len(self.functions.called)
+        with (
+            attribute_errors(state, self.functions, before),
+            self._steps_per_call.measure(steps),
+        ):
+            values = self.functions.take_steps(steps, fetches)
+        self._run.steps_taken = step - self.start
+        self._watch.step = step
+        tell_step()
+        state.progress.examples += state.data.count_new_examples(steps)
+        has_ended = False
+        if reaches_stop:
+            # Deferred hooks that are due after the last step of the call run together with the
+            # other due hooks, so that all of them run in order.
+            self._run_deferred_hooks(range(before + 1, step))
+            has_ended = self._run_hooks(step, self._schedule.find_due(step), values)
+        else:
+            self._run_deferred_hooks(range(before + 1, step + 1))
+        self._console.advance(step, is_warm=len(self.functions.called) == graphs_called)
+        return step, has_ended
 
     def _run_deferred_hooks(self, steps: range) -> None:
         """Runs the deferred hooks that were due after the given steps of a graph call."""
