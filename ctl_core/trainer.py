@@ -11,7 +11,7 @@ import functools
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -434,41 +434,70 @@ class Trainer:
         is_due = self._schedule.is_evaluation_due(step) and progress.evaluated != step
         if not is_due or state.evaluation is None:
             return
-        with ExitStack() as stack:
-            # The averaged weights stay in place until the hooks after_eval have run, so that these
-            # hooks see the weights that were evaluated.
-            begun = time.monotonic()
-            if state.average is not None:
-                stack.enter_context(state.average.replace_weights())
-            with (
-                attribute_errors(state, self.functions, step),
-                state.clock.pause(),
-                self.checkpoints.statistics.hold_averages(),
-            ):
-                sync = functools.partial(self._sync, hook=state.hooks.create_eval_dataset)
-                values = state.evaluation.evaluate(sync)
+        begun = time.monotonic()
+        # The averaged weights stay in place until the hooks after_eval have run, so that these
+        # hooks see the weights that were evaluated.
+        with self._replace_weights():
+            values = self._compute_values(step)
             if values is None:
                 return
             progress.metrics = values
             progress.evaluated = step
-            reason = None
-            remark = f"in {time.monotonic() - begun:.1f} s"
-            if not state.evaluation.problem:
-                for criterion in self._criteria:
-                    reason = criterion.judge(step, values, progress.best) or reason
-                best = [c.metric for c in self._criteria if progress.best[c.key][1] == step]
-                if best:
-                    remark += f"  best {', '.join(dict.fromkeys(best))} so far"
-            self._console.values(step, "eval", values, remark=remark)
-            if state.evaluation.problem:
-                self._console.warn(state.evaluation.problem)
-            self.checkpoints.save_requested |= find_best_step(progress.best) == step
-            if reason and step < self._schedule.last:
-                self._console.say(f"step {step}: training ends. {reason}")
-            ended = self._run_hooks(
-                step, state.hooks.after_eval, {"metrics": {**values, **state.evaluation.arrays}}
-            )
+            reason = self._judge(step, values, time.monotonic() - begun)
+            metrics = {**values, **state.evaluation.arrays}
+            ended = self._run_hooks(step, state.hooks.after_eval, {"metrics": metrics})
         self._sync_status(step, ended or reason is not None)
+
+    def _replace_weights(self) -> AbstractContextManager[None]:
+        """Returns a context in which the averaged weights replace the weights, if there are any."""
+        if self.state.average is None:
+            return nullcontext()
+        return self.state.average.replace_weights()
+
+    def _compute_values(self, step: int) -> dict[str, float] | None:
+        """Returns the values of an evaluation by name; None if a signal has ended it."""
+        state = self.state
+        sync = functools.partial(self._sync, hook=state.hooks.create_eval_dataset)
+        with (
+            attribute_errors(state, self.functions, step),
+            state.clock.pause(),
+            self.checkpoints.statistics.hold_averages(),
+        ):
+            values: dict[str, float] | None = state.evaluation.evaluate(sync)
+        return values
+
+    def _judge(self, step: int, values: dict[str, float], seconds: float) -> str | None:
+        """Compares an evaluation with the best ones so far, and prints its values.
+
+        Requests a checkpoint if the evaluation is the best by the criterion of ``keep_best``.
+
+        Args:
+            step: the step of the evaluation
+            values: its values by name
+            seconds: its duration
+
+        Returns:
+            The reason why training ends after this step; None if it continues.
+        """
+        best = self.state.progress.best
+        problem = self.state.evaluation.problem
+        reason = None
+        remark = f"in {seconds:.1f} s"
+        if not problem:
+            for criterion in self._criteria:
+                reason = criterion.judge(step, values, best) or reason
+            improved = [
+                criterion.metric for criterion in self._criteria if best[criterion.key][1] == step
+            ]
+            if improved:
+                remark += f"  best {', '.join(dict.fromkeys(improved))} so far"
+        self._console.values(step, "eval", values, remark=remark)
+        if problem:
+            self._console.warn(problem)
+        self.checkpoints.save_requested |= find_best_step(best) == step
+        if reason and step < self._schedule.last:
+            self._console.say(f"step {step}: training ends. {reason}")
+        return reason
 
     def _log(self, step: int) -> None:
         """Logs the training metrics if that is due, and resets them at the end of a period.
