@@ -372,7 +372,7 @@ class StepTracer:
         return Executable(components, take_step, spec, tf.TensorSpec([], tf.int64))
 
     def compile_many_steps(self, fetches: frozenset[str]) -> Executable:
-        """Traces the executable that takes many steps on stacked batches; see ``_take_stacked``."""
+        """Traces the executable that takes many steps on stacked batches; see ``define_loop``."""
         stacked_spec = tf.nest.map_structure(
             lambda spec: tf.TensorSpec([self.batches_at_once, *spec.shape], spec.dtype),
             self.data.dataset.element_spec,
@@ -436,20 +436,29 @@ def define_loop(
             steps are not compiled as a whole
     """
     step_variable = tracer.context.components.step_variable
-    if executable is not None and tracer.batches_at_once:
-        take_next = partial(_take_stacked, tracer, executable)
-    else:
-        take_next = partial(_take_single, tracer, fetches, executable)
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int32)])
     def run_loop(steps: tf.Tensor) -> CallResult:
-        done, flags, values = tf.while_loop(
-            lambda done, *_: done < steps,
-            partial(take_next, step_variable.read_value(), steps),
-            LoopState(
-                tf.constant(0), _create_flags(tracer, steps), _create_no_values(tracer, fetches)
-            ),
-        )
+        steps_before = step_variable.read_value()
+
+        def take_step(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
+            step = steps_before + tf.cast(done, tf.int64) + 1
+            traced = tracer.step_on_next_batch(fetches, executable, step)
+            return LoopState(done + 1, flags.write(done, traced.flags), traced.values)
+
+        def take_stacked(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
+            """Takes one step per stacked batch, all in a single call of the executable."""
+            assert executable is not None
+            stacked, first, count = tracer.data.iterator.take(steps - done)
+            earlier_steps = steps_before + tf.cast(done, tf.int64)
+            new_flags, values = executable(stacked, first, earlier_steps, count)
+            flags = flags.scatter(done + tf.range(count), new_flags[:count])
+            return LoopState(done + count, flags, values)
+
+        take_next = take_step
+        if executable is not None and tracer.batches_at_once:
+            take_next = take_stacked
+        done, flags, values = _run_steps(tracer, fetches, take_next, steps, most_steps=steps)
         # The steps are counted after the loop, so that a call that fails counts none of them.
         step_variable.assign_add(tf.cast(done, tf.int64))
         return CallResult({}, values, [], flags.stack())
@@ -457,36 +466,26 @@ def define_loop(
     return run_loop
 
 
-def _take_single(
+def _run_steps(
     tracer: StepTracer,
     fetches: frozenset[str],
-    executable: Executable | None,
-    before: tf.Tensor,
+    take_next: Callable[[tf.Tensor, tf.TensorArray, StepValues], LoopState],
     steps: tf.Tensor,
-    done: tf.Tensor,
-    flags: tf.TensorArray,
-    _: StepValues,
+    most_steps: Count,
 ) -> LoopState:
-    """Takes one step inside a loop; ``before`` is the number of steps taken before the loop."""
-    step = before + tf.cast(done, tf.int64) + 1
-    traced = tracer.step_on_next_batch(fetches, executable, step)
-    return LoopState(done + 1, flags.write(done, traced.flags), traced.values)
+    """Runs a loop of steps inside a graph, and returns the state after the last step.
 
-
-def _take_stacked(
-    tracer: StepTracer,
-    executable: Executable,
-    before: tf.Tensor,
-    steps: tf.Tensor,
-    done: tf.Tensor,
-    flags: tf.TensorArray,
-    _: StepValues,
-) -> LoopState:
-    """Takes one step per stacked batch, all in a single call of an executable."""
-    stacked, first, count = tracer.data.iterator.take(steps - done)
-    new_flags, values = executable(stacked, first, before + tf.cast(done, tf.int64), count)
-    flags = flags.scatter(done + tf.range(count), new_flags[:count])
-    return LoopState(done + count, flags, values)
+    Args:
+        tracer: traces the steps
+        fetches: the names of the values of the last step to return
+        take_next: takes one or more steps; its arguments are the fields of a ``LoopState``
+        steps: the number of steps to take, an int32 scalar
+        most_steps: the number of rows of the flags
+    """
+    before = LoopState(
+        tf.constant(0), _create_flags(tracer, most_steps), _create_no_values(tracer, fetches)
+    )
+    return LoopState(*tf.while_loop(lambda done, *_: done < steps, take_next, before))
 
 
 def _take_many_steps(
@@ -494,7 +493,7 @@ def _take_many_steps(
     fetches: frozenset[str],
     stacked: Batch,
     first: tf.Tensor,
-    before: tf.Tensor,
+    steps_before: tf.Tensor,
     steps: tf.Tensor,
 ) -> tuple[tf.Tensor, StepValues]:
     """Takes steps on stacked batches, inside an XLA executable.
@@ -504,32 +503,25 @@ def _take_many_steps(
         fetches: the names of the values of the last step to return
         stacked: the batches
         first: the index of the first batch to use
-        before: the number of steps that were taken earlier
-        steps: the number of steps to take
+        steps_before: the number of steps that were taken earlier, an int64 scalar
+        steps: the number of steps to take, an int32 scalar
 
     Returns:
         The flags, with a row for each stacked batch, of which only the first ``steps`` rows are
         meaningful; and the values of the last step.
     """
 
-    def take_next(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
+    def take_step(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
         # This uses gather, because XLA would compile the index of a slice into the executable as a
         # constant.
         batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, first + done), stacked)
         global_batch = GlobalBatch(*tracer.data.deal_out(batch))
-        traced = tracer.step_on(global_batch, fetches, before + tf.cast(done, tf.int64) + 1)
+        step = steps_before + tf.cast(done, tf.int64) + 1
+        traced = tracer.step_on(global_batch, fetches, step)
         values = tf.nest.map_structure(lambda value: tf.cast(value, tf.float32), traced.values)
         return LoopState(done + 1, flags.write(done, traced.flags), values)
 
-    _, flags, values = tf.while_loop(
-        lambda done, *_: done < steps,
-        take_next,
-        LoopState(
-            tf.constant(0),
-            _create_flags(tracer, tracer.batches_at_once),
-            _create_no_values(tracer, fetches),
-        ),
-    )
+    _, flags, values = _run_steps(tracer, fetches, take_step, steps, tracer.batches_at_once)
     return flags.stack(), values
 
 
