@@ -6,8 +6,9 @@ As in step.py, everything runs while a graph is traced.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -156,31 +157,35 @@ def make_compiled_update(
     try:
         result: UpdateResult = replicas.run(update, needed, total)
         return result
-    except (HookFailed, NotCompilable) as error:
-        if not isinstance(error, NotCompilable) and not isinstance(error.__cause__, NotCompilable):
+    except NotCompilable as error:
+        obstacle = str(error)
+    except HookFailed as error:
+        if not isinstance(error.__cause__, NotCompilable):
             raise
         obstacle = str(error)
-    graph = tf.compat.v1.get_default_graph()
-    operations_before = len(graph.get_operations())
-    result = make_update(context, replicas, examples, variables, contribution, total)
-    refuse_random_ops(context, graph.get_operations()[operations_before:], obstacle)
-    return result
+    with refuse_random_ops(context, obstacle):
+        return make_update(context, replicas, examples, variables, contribution, total)
 
 
-def refuse_random_ops(
-    context: StepContext, operations: Iterable[tf.Operation], obstacle: str
-) -> None:
-    """Rejects an update that draws random numbers although it is not compiled.
+@contextlib.contextmanager
+def refuse_random_ops(context: StepContext, obstacle: str) -> Iterator[None]:
+    """Rejects an uncompiled update that draws random numbers; it is traced inside the context.
+
+    Does nothing in a run that is not compiled.
 
     Args:
         context: the context of the step
-        operations: the ops of the update
         obstacle: why the update is not compiled, for the error message
 
     Raises:
         SetupError: an op draws random numbers; the message names its line.
     """
-    for op in compat.add_called_ops(operations):
+    graph = tf.compat.v1.get_default_graph()
+    operations_before = len(graph.get_operations())
+    yield
+    if context.compilation is not Compilation.REPLICA:
+        return
+    for op in compat.add_called_ops(graph.get_operations()[operations_before:]):
         if draws_random_numbers(op):
             raise SetupError(
                 f"{find_line(op, context.hooks) or 'the update'}: draws random numbers, and "
