@@ -521,8 +521,9 @@ class Trainer:
         self.checkpoints.tell_saved()
         if self._schedule.is_save_due(step) or self.checkpoints.save_requested:
             with self.state.clock.pause():
-                self.checkpoints.save()
-            self._console.note_saved(step)
+                is_saved = self.checkpoints.save()
+            if is_saved:
+                self._console.note_saved(step)
             self._watch.note_end()
             self._schedule.note_saved()
 

@@ -177,10 +177,14 @@ class Checkpoints:
                 self._engine_part.read(str(engine_part)).expect_partial()
         return status
 
-    def save(self) -> None:
+    def save(self) -> bool:
         """Saves a checkpoint after the current step.
 
-        Does nothing if this step was already saved and no hook has requested a checkpoint since.
+        Does nothing if this step was already saved and no further checkpoint has been requested
+        since, or if ``on_nan`` does not allow the current weights to be saved.
+
+        Returns:
+            True if a checkpoint was saved.
 
         Raises:
             RunError: the files cannot be written, or the replicas have diverged.
@@ -189,7 +193,7 @@ class Checkpoints:
         is_requested = self.save_requested
         self.save_requested = False
         if self.saved_step == step and not is_requested:
-            return
+            return False
         late_variable = self._state.recording.find_late()
         if late_variable is not None:
             raise RunError(
@@ -203,9 +207,11 @@ class Checkpoints:
         self.tell_saved()
         with self.statistics.hold_averages():
             self._divergence.check(step)
-            if self._accepts_weights(step):
-                self._save(step)
-                self.saved_step = step
+            if not self._accepts_weights(step):
+                return False
+            self._save(step)
+            self.saved_step = step
+        return True
 
     def _accepts_weights(self, step: int) -> bool:
         """Returns True if the setting ``on_nan`` allows the current weights to be saved.
