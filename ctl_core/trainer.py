@@ -268,7 +268,7 @@ class Trainer:
                 if step > self.start:
                     self._log(step)
                 self._evaluate(step)
-            if step == stop or self.checkpoints.save_requested:
+            if step == stop or self.checkpoints.is_save_wanted:
                 self._save(step)
             if step >= schedule.last or self._signal:
                 break
@@ -384,7 +384,7 @@ class Trainer:
             noted = NonFinite.from_flags(np.concatenate(flags), step)
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
-            save=self.checkpoints.save_requested or self._schedule.is_time_to_save(),
+            save=self.checkpoints.is_save_wanted or self._schedule.is_time_to_save(),
             end=ended,
             step=step,
             frozen=self.functions.frozen,
@@ -398,7 +398,7 @@ class Trainer:
             self._signal = signal.SIGTERM
         status = self._sync(status)
         self._steps_per_call.limit = status.steps_per_call
-        self.checkpoints.save_requested = status.save
+        self.checkpoints.is_save_wanted = status.save
         noted = NonFinite(status.first, status.latest, status.bad, noted.zeroed)
         self._record_nonfinite(noted)
         if status.end and step < self._schedule.last:
@@ -494,7 +494,7 @@ class Trainer:
         self._console.values(step, "eval", values, remark=remark)
         if problem:
             self._console.warn(problem)
-        self.checkpoints.save_requested |= find_best_step(best) == step
+        self.checkpoints.is_save_wanted |= find_best_step(best) == step
         if reason and step < self._schedule.last:
             self._console.say(f"step {step}: training ends. {reason}")
         return reason
@@ -519,7 +519,7 @@ class Trainer:
         This happens after the evaluation, because the checkpoint contains its values.
         """
         self.checkpoints.tell_saved()
-        if self._schedule.is_save_due(step) or self.checkpoints.save_requested:
+        if self._schedule.is_save_due(step) or self.checkpoints.is_save_wanted:
             with self.state.clock.pause():
                 is_saved = self.checkpoints.save()
             if is_saved:
