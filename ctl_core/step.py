@@ -38,9 +38,9 @@ from ctl_core.update import (
     Updates,
     apply_updates,
     call_update_pre,
+    compute_flags,
     make_compiled_update,
     make_update,
-    note_flags,
     refuse_random_ops,
     unscale_sums,
 )
@@ -210,7 +210,7 @@ def update_logical_replicas(
             contribution,
             summed,
         )
-        flags = replicas.run(partial(note_flags, context), contribution, summed)
+        flags = replicas.run(partial(compute_flags, context), contribution, summed)
         apply_updates(context, replicas, variables, summed, updates)
     replicas.run(partial(computation.states.assign, BETWEEN_STEPS))
     return StepResult(

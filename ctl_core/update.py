@@ -59,7 +59,7 @@ class UpdateResult(NamedTuple):
     Attributes:
         summed: the gradients and objectives summed over the replicas
         updates: the result of ``call_update_pre``
-        flags: the result of ``note_flags``
+        flags: the result of ``compute_flags``
     """
 
     summed: Contribution
@@ -124,7 +124,7 @@ def make_update(
     updates = replicas.run(
         partial(call_update_pre, context, examples, variables), contribution, summed
     )
-    flags = replicas.run(partial(note_flags, context), contribution, summed)
+    flags = replicas.run(partial(compute_flags, context), contribution, summed)
     apply_updates(context, replicas, variables, summed, updates)
     return UpdateResult(summed, updates, flags)
 
@@ -218,7 +218,7 @@ def _run_compiled_update(
         }
         summed = finish_sums(context, True, total._replace(gradients=gradients))
         updates = call_update_pre(context, examples, variables, contribution, summed)
-        flags = note_flags(context, contribution, summed)
+        flags = compute_flags(context, contribution, summed)
         with compat.enter_update(strategy, number):
             apply_on_replica(context, number, variables, summed, updates)
         return UpdateResult(summed, updates, flags)
@@ -301,10 +301,10 @@ def _check_shapes(context: StepContext, update: Gradients, variables: list[Varia
         )
 
 
-def note_flags(
+def compute_flags(
     context: StepContext, contribution: Contribution, summed: Contribution
 ) -> FiniteFlags:
-    """Returns whether the loss of a replica is finite, and whether no gradient has a NaN."""
+    """Returns whether the loss of a replica is finite, and whether no summed gradient has a NaN."""
     loss_is_finite = are_losses_finite(contribution.loss)
     if context.components.loss_scale is not None:  # updates with NaN are skipped anyway
         return FiniteFlags(loss_is_finite, gradients_are_numbers=tf.constant(True))
