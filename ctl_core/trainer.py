@@ -121,7 +121,7 @@ class Trainer:
             last = convert_to_steps(state, "epochs", f"{config.epochs}epochs")
             self._console.say(f"an epoch has {state.data.steps_per_epoch} steps.")
         assert last is not None
-        if state.progress.ended is not None:
+        if state.ended:
             self._continue_ended_run(last, go_on)
         self._restore_learning_rate(record, last)
         self._schedule.last = last
@@ -160,10 +160,10 @@ class Trainer:
             go_on: whether the user wants to continue the run
         """
         progress = self.state.progress
-        assert progress.ended is not None
+        assert progress.planned_last is not None
         go_on = bool(self.state.cluster.gather([go_on]).any())
-        if self.start < last and (go_on or last > progress.ended):
-            progress.ended = None
+        if self.start < last and (go_on or last > progress.planned_last):
+            progress.planned_last = None
             for criterion_state in progress.best.values():
                 criterion_state[2] = 0  # early_stop starts to count evaluations again
 
@@ -402,7 +402,7 @@ class Trainer:
         noted = NonFinite(status.first, status.latest, status.bad, noted.zeroed)
         self._record_nonfinite(noted)
         if status.end and step < self._schedule.last:
-            self.state.progress.ended = self._schedule.last
+            self.state.progress.planned_last = self._schedule.last
             self._schedule.last = step
 
     def _record_nonfinite(self, noted: NonFinite) -> None:
