@@ -399,7 +399,7 @@ class Trainer:
         status = self._sync(status)
         self._steps_per_call.limit = status.steps_per_call
         self.checkpoints.is_save_wanted = status.save
-        noted = NonFinite(status.first, status.latest, status.bad, noted.zeroed)
+        noted = NonFinite(status.first, status.latest, status.bad, noted.nan_gradients)
         self._record_nonfinite(noted)
         if status.end and step < self._schedule.last:
             self.state.progress.planned_last = self._schedule.last
