@@ -205,6 +205,14 @@ every_steps = {1: pause}
 """
 
 
+def wait_for(file: str, process: subprocess.Popen[str]) -> None:
+    """Waits until a process has written a file."""
+    limit = time.monotonic() + 120
+    while not Path(file).exists():
+        assert process.poll() is None and time.monotonic() < limit, f"{file} is not there"
+        time.sleep(0.02)
+
+
 @pytest.mark.slow
 def test_a_run_of_another_process_that_is_killed_and_started_again(watched: Path) -> None:
     Path("callbacks.py").write_text(EVALUATED + SLOW_STEPS)
@@ -216,11 +224,9 @@ def test_a_run_of_another_process_that_is_killed_and_started_again(watched: Path
         return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE)
 
     trainer = start("train", *flags)
-    while not Path("runs/live/config.yaml").exists():
-        time.sleep(0.05)
+    wait_for("runs/live/config.yaml", trainer)
     watcher = start("evaluate", "--watch", "--run-name", "live")
-    while not Path("runs/live/ckpt/engine/ckpt-40.json").exists():
-        time.sleep(0.02)
+    wait_for("runs/live/ckpt/engine/ckpt-40.json", trainer)
     trainer.kill()
     trainer.wait()
     trainer = start("train", *flags)

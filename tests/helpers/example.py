@@ -30,7 +30,9 @@ def _leave_as_killed():
     from tests.golden.engine import leave_as_killed
 
     run = pathlib.Path("runs/whole")
+    limit = time.monotonic() + 120
     while not (run / "ckpt/engine/ckpt-3.json").exists():
+        assert time.monotonic() < limit, "the checkpoint of step 3 is not complete after 2 minutes"
         time.sleep(0.05)
     leave_as_killed(run, run.with_name("parts"))
 
