@@ -142,95 +142,43 @@ class _Builder:
         self.recording: Recording = Recording(unifies=self.config.logical_replicas is not None)
 
     def build(self) -> State:
-        """Returns the state of a run that has not started."""
-        config = self.config
-        recording = self.recording
-        data = self._create_input()
-        shape = data.shape
-        if config.logical_replicas is not None:
+        """Returns the state of a run that has not started.
+
+        The order in which hooks are called determines the initial weights of a run, and the names
+        of its variables in checkpoints. Therefore, it must not change.
+        """
+        self.data = self._create_input()
+        if self.config.logical_replicas is not None:
             refuse_hooks(self.hooks)
-        # The step is created outside of the strategy's scope, so that it is one variable for all
-        # replicas, and ``int(ckpt.step)`` works.
-        with recording.record_as("engine"), tf.device("CPU:0"):
-            step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
-        # Hooks may read this step through TensorFlow. Traced steps set their own number instead.
-        tf.summary.experimental.set_step(step)
+        step = self._create_step()
         with self.strategy.scope():
-            with recording.record_as("engine"):
-                rate = LearningRate(config.learning_rate)
-            forward = ForwardComponents(
-                hooks=self.hooks,
-                strategy=self.strategy,
-                shape=shape,
-                train_model=self._create("create_model", per_replica_batch_size=shape.per_replica),
-                train_loss=self._create("create_loss"),
-                lr=rate,
-                step_variable=step,
-                train_metrics=self._create("create_train_metrics"),
-            )
+            rate = self._create_learning_rate()
+            forward = self._create_forward_components(step, rate)
             traced = self._trace_forward(forward)
         # The weights are loaded before optimizers, averages and eval_model are created, because
         # these may copy the weights. Loading happens outside of the strategy's scope, because it
         # also copies the random generators, and the scope would replicate these copies.
         loaded = self._load_initial_weights(forward.train_model)
         with self.strategy.scope():
-            optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables)
-            lr = make_rate_for_hooks(rate, optimizers)
-            precisions = self._find_low_precisions()
-            loss_scale = None
-            with recording.record_as("engine"):
-                if "float16" in precisions:
-                    loss_scale = LossScale()
-                assign_rate = self._choose_schedule(lr, rate)
-            average = self._create_average(traced.weights)
-            eval_model = None
-            if self.hooks.create_eval_model is not None:
-                eval_model = self._create("create_eval_model", train_model=forward.train_model)
-            components = Components(
-                hooks=forward.hooks,
-                strategy=forward.strategy,
-                shape=forward.shape,
-                train_model=forward.train_model,
-                train_loss=forward.train_loss,
-                lr=lr,
-                step_variable=forward.step_variable,
-                train_metrics=forward.train_metrics,
-                eval_model=eval_model,
-                optimizer=optimizer,
-                optimizers=optimizers,
-                written=traced.written,
-                drawing_layers=traced.drawing_layers,
-                scalar_losses=traced.scalar_losses,
-                unchanged_losses=traced.unchanged_losses,
-                loss_metrics=self._create_loss_metrics(traced.logged),
-                loss_scale=loss_scale,
-                assign_rate=assign_rate,
-                update_average=average.update if average else None,
-            )
-            if config.logical_replicas is not None:
-                refuse_states(self.hooks.create_train_metrics, components.list_logged_metrics())
+            components, average, precisions = self._create_components(forward, traced, rate)
             self._trace_update(components)
-            with recording.record_as("create_metrics"):
-                evaluation = create_evaluation(components, config, recording)
-            self._trace_evaluation(components, evaluation)
+            evaluation = self._create_evaluation(components)
             ckpt, manager = self._create_ckpt(components, rate)
         if loaded is not None:
             self._finish_initial_weights(forward.train_model, loaded)
         # TensorFlow creates save_counter on first access, which must not happen on a replica.
         _ = ckpt.save_counter
-        recording.fix()
-        if config.logical_replicas is not None:
-            generators = [*recording.generators, *recording.tf_generators]
-            components.generators.variables += generators
-            components.generators.initial_states = [state.numpy() for state in generators]
+        self.recording.fix()
+        if self.config.logical_replicas is not None:
+            self._add_generators(components)
         return State(
-            config=config,
+            config=self.config,
             run_dir=self.run.path,
             components=components,
             learning_rate=rate,
             average=average,
-            recording=recording,
-            data=data,
+            recording=self.recording,
+            data=self.data,
             evaluation=evaluation,
             cluster=self.cluster,
             ckpt=ckpt,
@@ -255,15 +203,128 @@ class _Builder:
             logical_replicas=config.logical_replicas,
         )
         with self.recording.record_as("create_dataset"):
-            self.data = Input(self.hooks, config, self.strategy, shape)
-        refuse_shared_caches(self.hooks.create_dataset, self.data.dataset, self.cluster)
-        return self.data
+            data = Input(self.hooks, config, self.strategy, shape)
+        refuse_shared_caches(self.hooks.create_dataset, data.dataset, self.cluster)
+        return data
+
+    def _create_step(self) -> tf.Variable:
+        """Creates the variable that contains the number of steps taken so far.
+
+        The step is created outside of the strategy's scope, so that it is one variable for all
+        replicas, and ``int(ckpt.step)`` works.
+        """
+        with self.recording.record_as("engine"), tf.device("CPU:0"):
+            step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+        # Hooks may read this step through TensorFlow. Traced steps set their own number instead.
+        tf.summary.experimental.set_step(step)
+        return step
+
+    def _create_learning_rate(self) -> LearningRate:
+        """Creates the learning rate that is passed to ``create_opt``."""
+        with self.recording.record_as("engine"):
+            return LearningRate(self.config.learning_rate)
+
+    def _create_forward_components(
+        self, step: tf.Variable, rate: LearningRate
+    ) -> ForwardComponents:
+        """Creates the model, the loss and the training metrics.
+
+        Args:
+            step: the number of steps taken so far
+            rate: the learning rate
+        """
+        shape = self.data.shape
+        train_model = self._create("create_model", per_replica_batch_size=shape.per_replica)
+        train_loss = self._create("create_loss")
+        train_metrics = self._create("create_train_metrics")
+        return ForwardComponents(
+            hooks=self.hooks,
+            strategy=self.strategy,
+            shape=shape,
+            train_model=train_model,
+            train_loss=train_loss,
+            lr=rate,
+            step_variable=step,
+            train_metrics=train_metrics,
+        )
+
+    def _create_components(
+        self, forward: ForwardComponents, traced: TracedForward, rate: LearningRate
+    ) -> tuple[Components, WeightAverage | None, list[str]]:
+        """Creates the optimizers, ``eval_model``, and what the settings need for a step.
+
+        Args:
+            forward: the components of the forward pass
+            traced: the results of tracing the forward pass
+            rate: the learning rate that is passed to ``create_opt``
+
+        Returns:
+            The components of a step, the moving average of the weights (None if ``ema`` is not
+            set), and the dtypes lower than float32 in which training computes.
+        """
+        optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables)
+        lr = make_rate_for_hooks(rate, optimizers)
+        precisions = self._find_low_precisions()
+        loss_scale = self._create_loss_scale(precisions)
+        assign_rate = self._choose_schedule(lr, rate)
+        average = self._create_average(traced.weights)
+        update_average = None
+        if average is not None:
+            update_average = average.update
+        eval_model = None
+        if self.hooks.create_eval_model is not None:
+            eval_model = self._create("create_eval_model", train_model=forward.train_model)
+        loss_metrics = self._create_loss_metrics(traced.logged)
+        components = Components(
+            hooks=forward.hooks,
+            strategy=forward.strategy,
+            shape=forward.shape,
+            train_model=forward.train_model,
+            train_loss=forward.train_loss,
+            lr=lr,
+            step_variable=forward.step_variable,
+            train_metrics=forward.train_metrics,
+            eval_model=eval_model,
+            optimizer=optimizer,
+            optimizers=optimizers,
+            written=traced.written,
+            drawing_layers=traced.drawing_layers,
+            scalar_losses=traced.scalar_losses,
+            unchanged_losses=traced.unchanged_losses,
+            loss_metrics=loss_metrics,
+            loss_scale=loss_scale,
+            assign_rate=assign_rate,
+            update_average=update_average,
+        )
+        if self.config.logical_replicas is not None:
+            refuse_states(self.hooks.create_train_metrics, components.list_logged_metrics())
+        return components, average, precisions
+
+    def _create_evaluation(self, components: Components) -> Evaluation | None:
+        """Creates the evaluation and all its variables; returns None without evaluations."""
+        with self.recording.record_as("create_metrics"):
+            evaluation = create_evaluation(components, self.config, self.recording)
+        self._trace_evaluation(components, evaluation)
+        return evaluation
+
+    def _add_generators(self, components: Components) -> None:
+        """Adds all random generators to the components, so that logical replicas can set them."""
+        variables = [*self.recording.generators, *self.recording.tf_generators]
+        components.generators.variables += variables
+        components.generators.initial_states = [variable.numpy() for variable in variables]
 
     def _find_low_precisions(self) -> list[str]:
         """Returns the dtypes lower than float32 in which layers compute."""
         dtypes = {self.config.precision}
         dtypes |= {layer.compute_dtype for layer in self.recording.layers}
         return sorted(dtypes & {"bfloat16", "float16"})
+
+    def _create_loss_scale(self, precisions: list[str]) -> LossScale | None:
+        """Creates the loss scale; returns None if no layer computes in float16."""
+        if "float16" not in precisions:
+            return None
+        with self.recording.record_as("engine"):
+            return LossScale()
 
     def _create_average(self, weights: list[Variable]) -> WeightAverage | None:
         """Creates the moving average of the weights; returns None if ``ema`` is not set."""
@@ -288,7 +349,8 @@ class _Builder:
         rate.is_used = "lr" in named
         is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
         if is_scheduled and lr is rate and rate.is_used:
-            return RateSchedule(config, rate).apply
+            with self.recording.record_as("engine"):
+                return RateSchedule(config, rate).apply
         if "config" in named:  # a hook may apply lr_schedule and warmup itself
             return None
         if is_scheduled:
