@@ -529,7 +529,7 @@ class _Builder:
         metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
         generators = recording.generators
         if self.config.logical_replicas is not None:  # each logical replica has its own states
-            generators += recording.tf_generators
+            generators = [*generators, *recording.tf_generators]
         ignored = {id(unwrap(v)) for v in (*generators, *metrics)}
         max_stretch = {
             id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
