@@ -359,6 +359,11 @@ class Reader:
         self._reading = Reading(itertools.chain([first], passes), position)
         return None
 
+    def discard_position(self) -> None:
+        """Lets the next dataset read from the start of the data, even if ``go_to`` succeeded."""
+        if self._reading.find_position() is not None:
+            self._reading.is_taken = True
+
 
 class _PassGenerator:
     """A generator function for the dataset of ``Reader.read``. Each call generates one pass."""
