@@ -216,7 +216,7 @@ class LogicalReplicas:
                 compared.append(after)
                 continue
             difference = after - value
-            if written.max_stretch is not None:  # a moving statistic is averaged over the rows
+            if written.is_moving_statistic:  # it is averaged over the rows
                 difference *= tf.cast(share_of_rows, difference.dtype)
             differences.append(keep_if(share.present, difference))
         differences += [variable.read_value() for variable in self._metric_variables]
