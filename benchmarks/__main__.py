@@ -105,20 +105,25 @@ def _measure(*words: Any) -> bool:
 
 def _notes(device: str, rounds: int, seconds: float) -> list[str]:
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, load {load}"
+    machine = f"{os.cpu_count()} cores ({platform.machine()})"
     if device == "gpu":
         ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        machine = f"{subprocess.check_output(ask, text=True).splitlines()[0]}, {machine}"
+        gpu = subprocess.check_output(ask, text=True).splitlines()[0]
+        machine = f"{machine} and the GPU {gpu}"
+    # ``print_plainly`` breaks a line after 400 characters, so each note must be shorter.
     return [
-        f"{rounds} rounds in {seconds:.0f} s; {machine}. Times are medians over the rounds. "
-        "For each goal, the ratio is computed in every round; the table shows its median and its "
-        "quartiles.",
-        "Rows called exact use --deterministic and the same threads. The column 4 logical uses "
-        "--logical-replicas 4, and the column 4 micro --accumulate-steps 4.",
-        "The column floor is a bare loop in the graph, with the data in memory. The column input "
-        "alone draws batches without training. The column many steps takes 50 steps per call, or "
-        "10 if the loss is read every 10 steps. The column saving writes a checkpoint every 100 "
-        "steps.",
+        f"Measured in {rounds} rounds, which took {seconds:.0f} s, on a machine with {machine}. "
+        f"The load averages at the end were {load}. Times are medians over the rounds.",
+        "Each goal is a limit for a ratio of two measured values, which are usually durations. "
+        "A ratio of two durations is computed once in each round. The table shows the median and "
+        "the quartiles of the ratios of all rounds.",
+        "In the rows called `exact`, all runs use `--deterministic` and the same number of "
+        "threads. The column `4 logical` shows runs with `--logical-replicas 4`, and the column "
+        "`4 micro` shows runs with `--accumulate-steps 4`.",
+        "The column `floor` shows the time of a bare loop in the graph, with the data in memory. "
+        "The column `input alone` shows the time for reading batches without training. In the "
+        "column `many steps`, each call takes 50 steps, or 10 if the loss is read every 10 steps. "
+        "In the column `saving`, a checkpoint is written every 100 steps.",
     ]
 
 

@@ -269,8 +269,9 @@ def print_report(
     console.print(table)
     if memory := results.memory:
         console.print(
-            f"memory of a run: {memory.before:.0f} MiB, and {memory.after:.0f} MiB after another "
-            f"{memory.steps} steps and {memory.checkpoints} checkpoints"
+            f"memory of a run: {memory.before:.0f} MiB at the first measurement, and "
+            f"{memory.after:.0f} MiB at the second measurement, which was {memory.steps} steps and "
+            f"{memory.checkpoints} checkpoints later"
         )
     goals = list(results.goals())
     table = Table("goal", box=box.SIMPLE)

@@ -118,6 +118,18 @@ class CallResult(NamedTuple):
     flags: tf.Tensor
 
 
+class GraphKey(NamedTuple):
+    """Identifies a traced graph function, or the executable that it calls.
+
+    Attributes:
+        trainable: whether each layer, and then each variable, is trainable; see ``read_flags``
+        fetches: the names of the values that the function returns
+    """
+
+    trainable: tuple[bool, ...]
+    fetches: frozenset[str]
+
+
 class StepFunctions:
     """The graph functions of the inner loop.
 
@@ -151,28 +163,31 @@ class StepFunctions:
         self.called: set[GraphFunction] = set()
         self._state = state
         self._compared = list_compared(state.components)
-        self._graphs: dict[tuple[tuple[bool, ...], frozenset[str]], GraphFunction] = {}
-        self._variables: dict[tuple[bool, ...], Structure] = {}
-        self._frozen: tuple[bool, ...] = ()
-        self._executables: dict[tuple[tuple[bool, ...], frozenset[str]], Executable] = {}
+        self._graphs: dict[GraphKey, GraphFunction] = {}
+        self._executables: dict[GraphKey, Executable] = {}
+        # The variables that a step trains, if they are fetched: a graph cannot return them.
+        self._variables: dict[GraphKey, Structure] = {}
+        self._trainable: tuple[bool, ...] = ()
         context = TraceContext(state.components, quiet=quiet, compilation=compilation)
         if compilation is Compilation.STEP:
             summaries = GraphWriter(refuse_to_compile)
         self._tracer = StepTracer(context, state.data, summaries)
         # The values that a loop of steps can return. If other values are needed, the last step is a
         # separate graph call.
-        self._loop_fetches = _LOSS if self._tracer.batches_at_once else frozenset()
-        self._is_asked = False
+        self._fetches_of_loops: frozenset[str] = frozenset()
+        if self._tracer.batches_at_once:
+            self._fetches_of_loops = _LOSS
+        self._checks_new_graphs = False
         self.refresh()
 
     def refresh(self) -> None:
         """Reads which layers are frozen now, so that the next step uses a graph traced for them."""
-        self._frozen = tuple(read_flags(self._state.recording))
+        self._trainable = tuple(read_flags(self._state.recording))
 
     @property
     def frozen(self) -> int:
         """A hash that identifies which layers are frozen."""
-        return hash(self._frozen)
+        return hash(self._trainable)
 
     def list_operations(self) -> Iterator[tf.Operation]:
         """Yields the ops of all traced graphs, and of the functions that these ops call."""
@@ -195,7 +210,7 @@ class StepFunctions:
             gradients and variables are lists, and the loss is a tensor.
         """
         function = self.trace(fetches)
-        if fetches <= self._loop_fetches:
+        if fetches <= self._fetches_of_loops:
             result = self._call(function, tf.constant(steps))
         else:
             if steps > 1:
@@ -210,7 +225,7 @@ class StepFunctions:
         for name, pieces in result.pieces.items():
             values[name] = tf.nest.map_structure(join_for_host, *pieces)
         if "variables" in fetches:
-            values["variables"] = self._variables[self._frozen]
+            values["variables"] = self._variables[self._make_key(fetches)]
         return values
 
     def _call(self, function: GraphFunction, *arguments: tf.Tensor) -> CallResult:
@@ -252,19 +267,20 @@ class StepFunctions:
                 obstacle when the run began.
         """
         key = self._make_key(fetches)
-        if key not in self._graphs:
-            executable = None
-            if self._tracer.context.compilation is Compilation.STEP:
-                executable = self._trace_executable(fetches)
-                self._check(executable)
-            if fetches <= self._loop_fetches:
-                function = define_loop(self._tracer, self._loop_fetches, executable)
-            else:
-                function = define_single_step(self._tracer, fetches, executable)
-            with check_numerics(self._state.config.detect_anomaly):
-                self._graphs[key] = function.get_concrete_function()
-            if executable is None:
-                self._note_variables(fetches)
+        if key in self._graphs:
+            return self._graphs[key]
+        executable = None
+        if self._tracer.context.compilation is Compilation.STEP:
+            executable = self._trace_executable(key)
+            self._check(executable)
+        if key.fetches == self._fetches_of_loops:
+            function = define_loop(self._tracer, key.fetches, executable)
+        else:
+            function = define_single_step(self._tracer, key.fetches, executable)
+        with check_numerics(self._state.config.detect_anomaly):
+            self._graphs[key] = function.get_concrete_function()
+        if executable is None:  # otherwise, the step was traced for the executable
+            self._variables[key] = self._tracer.pop_variables()
         return self._graphs[key]
 
     def find_obstacle(self, fetches: frozenset[str]) -> str | None:
@@ -272,39 +288,37 @@ class StepFunctions:
 
         Nothing is run. From now on, every new graph is checked before it is used.
         """
-        self._is_asked = True
-        return (
-            self._trace_executable(frozenset()).obstacle or self._trace_executable(fetches).obstacle
-        )
+        self._checks_new_graphs = True
+        loop = self._trace_executable(self._make_key(frozenset()))
+        if loop.obstacle is not None:
+            return loop.obstacle
+        return self._trace_executable(self._make_key(fetches)).obstacle
 
-    def _make_key(self, fetches: frozenset[str]) -> tuple[tuple[bool, ...], frozenset[str]]:
-        if fetches <= self._loop_fetches:
-            fetches = self._loop_fetches
-        return self._frozen, fetches
+    def _make_key(self, fetches: frozenset[str]) -> GraphKey:
+        """Returns the key of the function for these values and for the layers that are frozen now.
 
-    def _trace_executable(self, fetches: frozenset[str]) -> Executable:
-        """Returns the executable for the layers that are frozen now; traces it if necessary."""
-        key = self._make_key(fetches)
+        There is only one loop for all values that a loop can return.
+        """
+        if fetches <= self._fetches_of_loops:
+            fetches = self._fetches_of_loops
+        return GraphKey(self._trainable, fetches)
+
+    def _trace_executable(self, key: GraphKey) -> Executable:
+        """Returns the executable with this key; traces it if necessary."""
         if key not in self._executables:
-            if self._tracer.batches_at_once and fetches <= self._loop_fetches:
-                executable = self._tracer.compile_many_steps(self._loop_fetches)
+            if self._tracer.batches_at_once and key.fetches == self._fetches_of_loops:
+                self._executables[key] = self._tracer.compile_many_steps(key.fetches)
             else:
-                executable = self._tracer.compile_step(fetches)
-            self._executables[key] = executable
-            self._note_variables(fetches)
+                self._executables[key] = self._tracer.compile_step(key.fetches)
+            self._variables[key] = self._tracer.pop_variables()
         return self._executables[key]
-
-    def _note_variables(self, fetches: frozenset[str]) -> None:
-        """Records the variables of the step that was traced last, if they are to be returned."""
-        if "variables" in fetches:
-            self._variables[self._frozen] = self._tracer.traced_variables
 
     def _check(self, executable: Executable) -> None:
         """Raises an error if XLA cannot compile an executable that a compiled run needs.
 
         This concerns only runs that are compiled because ``find_obstacle`` found no obstacle.
         """
-        if self._is_asked and executable.obstacle is not None:
+        if self._checks_new_graphs and executable.obstacle is not None:
             name = relative_path(self._state.run_dir)
             raise CompilationFailed(
                 f"jit_compile: {name} is compiled by XLA, but {executable.obstacle}, which the "
@@ -331,7 +345,6 @@ class StepTracer:
     Attributes:
         context: the context in which steps are traced, without a step number
         data: the training data
-        traced_variables: the variables that the last traced step trains, by objective
         batches_at_once: the number of batches that are stacked for an executable; 0 if batches are
             not stacked
     """
@@ -341,9 +354,9 @@ class StepTracer:
     ) -> None:
         self.context = context
         self.data = data
-        self.traced_variables: Structure = {}
         self.batches_at_once = _count_batches_at_once(data, context.compilation)
         self._summaries = summaries
+        self._variables: Structure = {}
 
     def step_on_next_batch(
         self, fetches: frozenset[str], executable: Executable | None, step: tf.Tensor
@@ -372,7 +385,7 @@ class StepTracer:
         return Executable(components, take_step, spec, tf.TensorSpec([], tf.int64))
 
     def compile_many_steps(self, fetches: frozenset[str]) -> Executable:
-        """Traces the executable that takes many steps on stacked batches; see ``_take_stacked``."""
+        """Traces the executable that takes many steps on stacked batches; see ``define_loop``."""
         stacked_spec = tf.nest.map_structure(
             lambda spec: tf.TensorSpec([self.batches_at_once, *spec.shape], spec.dtype),
             self.data.dataset.element_spec,
@@ -393,8 +406,18 @@ class StepTracer:
             result = train_step(context, global_batch, fetches)
         values = result.fetch(fetches)
         if "variables" in values:
-            self.traced_variables = values.pop("variables")
+            self._variables = values.pop("variables")
         return TracedStep(self._combine_flags(result), values)
+
+    def pop_variables(self) -> Structure:
+        """Returns the variables that the last traced step trains; {} if they are not fetched.
+
+        The traced function returns only tensors, so it cannot return variables. This method has to
+        be called after each trace.
+        """
+        variables = self._variables
+        self._variables = {}
+        return variables
 
     def _combine_flags(self, result: StepResult) -> tf.Tensor:
         local_results = self.context.components.strategy.experimental_local_results
@@ -436,20 +459,29 @@ def define_loop(
             steps are not compiled as a whole
     """
     step_variable = tracer.context.components.step_variable
-    if executable is not None and tracer.batches_at_once:
-        take_next = partial(_take_stacked, tracer, executable)
-    else:
-        take_next = partial(_take_single, tracer, fetches, executable)
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int32)])
     def run_loop(steps: tf.Tensor) -> CallResult:
-        done, flags, values = tf.while_loop(
-            lambda done, *_: done < steps,
-            partial(take_next, step_variable.read_value(), steps),
-            LoopState(
-                tf.constant(0), _create_flags(tracer, steps), _create_no_values(tracer, fetches)
-            ),
-        )
+        steps_before = step_variable.read_value()
+
+        def take_step(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
+            step = steps_before + tf.cast(done, tf.int64) + 1
+            traced = tracer.step_on_next_batch(fetches, executable, step)
+            return LoopState(done + 1, flags.write(done, traced.flags), traced.values)
+
+        def take_stacked(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
+            """Takes one step per stacked batch, all in a single call of the executable."""
+            assert executable is not None
+            stacked, first, count = tracer.data.iterator.take(steps - done)
+            earlier_steps = steps_before + tf.cast(done, tf.int64)
+            new_flags, values = executable(stacked, first, earlier_steps, count)
+            flags = flags.scatter(done + tf.range(count), new_flags[:count])
+            return LoopState(done + count, flags, values)
+
+        take_next = take_step
+        if executable is not None and tracer.batches_at_once:
+            take_next = take_stacked
+        done, flags, values = _run_steps(tracer, fetches, take_next, steps, most_steps=steps)
         # The steps are counted after the loop, so that a call that fails counts none of them.
         step_variable.assign_add(tf.cast(done, tf.int64))
         return CallResult({}, values, [], flags.stack())
@@ -457,36 +489,26 @@ def define_loop(
     return run_loop
 
 
-def _take_single(
+def _run_steps(
     tracer: StepTracer,
     fetches: frozenset[str],
-    executable: Executable | None,
-    before: tf.Tensor,
+    take_next: Callable[[tf.Tensor, tf.TensorArray, StepValues], LoopState],
     steps: tf.Tensor,
-    done: tf.Tensor,
-    flags: tf.TensorArray,
-    _: StepValues,
+    most_steps: Count,
 ) -> LoopState:
-    """Takes one step inside a loop; ``before`` is the number of steps taken before the loop."""
-    step = before + tf.cast(done, tf.int64) + 1
-    traced = tracer.step_on_next_batch(fetches, executable, step)
-    return LoopState(done + 1, flags.write(done, traced.flags), traced.values)
+    """Runs a loop of steps inside a graph, and returns the state after the last step.
 
-
-def _take_stacked(
-    tracer: StepTracer,
-    executable: Executable,
-    before: tf.Tensor,
-    steps: tf.Tensor,
-    done: tf.Tensor,
-    flags: tf.TensorArray,
-    _: StepValues,
-) -> LoopState:
-    """Takes one step per stacked batch, all in a single call of an executable."""
-    stacked, first, count = tracer.data.iterator.take(steps - done)
-    new_flags, values = executable(stacked, first, before + tf.cast(done, tf.int64), count)
-    flags = flags.scatter(done + tf.range(count), new_flags[:count])
-    return LoopState(done + count, flags, values)
+    Args:
+        tracer: traces the steps
+        fetches: the names of the values of the last step to return
+        take_next: takes one or more steps; its arguments are the fields of a ``LoopState``
+        steps: the number of steps to take, an int32 scalar
+        most_steps: the number of rows of the flags
+    """
+    before = LoopState(
+        tf.constant(0), _create_flags(tracer, most_steps), _create_no_values(tracer, fetches)
+    )
+    return LoopState(*tf.while_loop(lambda done, *_: done < steps, take_next, before))
 
 
 def _take_many_steps(
@@ -494,7 +516,7 @@ def _take_many_steps(
     fetches: frozenset[str],
     stacked: Batch,
     first: tf.Tensor,
-    before: tf.Tensor,
+    steps_before: tf.Tensor,
     steps: tf.Tensor,
 ) -> tuple[tf.Tensor, StepValues]:
     """Takes steps on stacked batches, inside an XLA executable.
@@ -504,32 +526,25 @@ def _take_many_steps(
         fetches: the names of the values of the last step to return
         stacked: the batches
         first: the index of the first batch to use
-        before: the number of steps that were taken earlier
-        steps: the number of steps to take
+        steps_before: the number of steps that were taken earlier, an int64 scalar
+        steps: the number of steps to take, an int32 scalar
 
     Returns:
         The flags, with a row for each stacked batch, of which only the first ``steps`` rows are
         meaningful; and the values of the last step.
     """
 
-    def take_next(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
+    def take_step(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
         # This uses gather, because XLA would compile the index of a slice into the executable as a
         # constant.
         batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, first + done), stacked)
         global_batch = GlobalBatch(*tracer.data.deal_out(batch))
-        traced = tracer.step_on(global_batch, fetches, before + tf.cast(done, tf.int64) + 1)
+        step = steps_before + tf.cast(done, tf.int64) + 1
+        traced = tracer.step_on(global_batch, fetches, step)
         values = tf.nest.map_structure(lambda value: tf.cast(value, tf.float32), traced.values)
         return LoopState(done + 1, flags.write(done, traced.flags), values)
 
-    _, flags, values = tf.while_loop(
-        lambda done, *_: done < steps,
-        take_next,
-        LoopState(
-            tf.constant(0),
-            _create_flags(tracer, tracer.batches_at_once),
-            _create_no_values(tracer, fetches),
-        ),
-    )
+    _, flags, values = _run_steps(tracer, fetches, take_step, steps, tracer.batches_at_once)
     return flags.stack(), values
 
 

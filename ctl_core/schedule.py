@@ -113,7 +113,7 @@ class Schedule:
         return time.monotonic() - self._last_save >= self._save_interval
 
     def note_saved(self) -> None:
-        """Restarts the timer for the next checkpoint."""
+        """Restarts the timer for the next checkpoint, even if this one was not written."""
         self._last_save = time.monotonic()
 
     def is_time_to_end(self) -> bool:

@@ -38,9 +38,9 @@ from ctl_core.update import (
     Updates,
     apply_updates,
     call_update_pre,
+    compute_flags,
     make_compiled_update,
     make_update,
-    note_flags,
     refuse_random_ops,
     unscale_sums,
 )
@@ -203,19 +203,15 @@ def update_logical_replicas(
         function = partial(_run_compiled_leaf, context, function)
     computation = LogicalReplicas(context, replicas.run)
     total, variables = computation.compute(global_batch.deal(0), examples, function)
-    graph = tf.compat.v1.get_default_graph()
-    operations_before = len(graph.get_operations())
-    summed = replicas.run(partial(unscale_sums, context), total)
-    updates = replicas.run(
-        partial(_call_update_pre_alike, context, computation, examples, variables),
-        total,
-        summed,
-    )
-    flags = replicas.run(partial(note_flags, context), total, summed)
-    apply_updates(context, replicas, variables, summed, updates)
-    if context.compilation is Compilation.REPLICA:
-        new_operations = graph.get_operations()[operations_before:]
-        refuse_random_ops(context, new_operations, "that of logical replicas never is")
+    with refuse_random_ops(context, obstacle="that of logical replicas never is"):
+        summed = replicas.run(partial(unscale_sums, context), total)
+        updates = replicas.run(
+            partial(_call_update_pre_alike, context, computation, examples, variables),
+            total,
+            summed,
+        )
+        flags = replicas.run(partial(compute_flags, context), total, summed)
+        apply_updates(context, replicas, variables, summed, updates)
     replicas.run(partial(computation.states.assign, BETWEEN_STEPS))
     return StepResult(
         loss=summed.loss,

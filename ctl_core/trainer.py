@@ -11,7 +11,7 @@ import functools
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,7 @@ class Trainer:
             last = convert_to_steps(state, "epochs", f"{config.epochs}epochs")
             self._console.say(f"an epoch has {state.data.steps_per_epoch} steps.")
         assert last is not None
-        if state.progress.ended is not None:
+        if state.ended:
             self._continue_ended_run(last, go_on)
         self._restore_learning_rate(record, last)
         self._schedule.last = last
@@ -160,10 +160,10 @@ class Trainer:
             go_on: whether the user wants to continue the run
         """
         progress = self.state.progress
-        assert progress.ended is not None
+        assert progress.planned_last is not None
         go_on = bool(self.state.cluster.gather([go_on]).any())
-        if self.start < last and (go_on or last > progress.ended):
-            progress.ended = None
+        if self.start < last and (go_on or last > progress.planned_last):
+            progress.planned_last = None
             for criterion_state in progress.best.values():
                 criterion_state[2] = 0  # early_stop starts to count evaluations again
 
@@ -246,55 +246,79 @@ class Trainer:
         return "done"
 
     def _loop(self) -> None:
+        """Takes the steps of the run, and does everything that is due after them.
+
+        Returns after the last step, or when a signal ends training. In both cases, a checkpoint of
+        the last step that was taken is saved.
+        """
         state = self.state
         schedule = self._schedule
         step = self.start
+        # The next step after which something is due. Before the first step, the loop makes the
+        # evaluation that was due when an earlier process was stopped.
+        stop = self.start
+        has_ended = False
         self._watch.step = step
-        stop = self.start  # the next step after which something is due
-        ended = False
-        called = 0
         while True:
             # Hooks have run already. Everything else that is due after a step waits until the
             # processes have exchanged their status: signals, and losses that are not finite.
-            self._sync_status(step, ended)
+            self._sync_status(step, has_ended)
             if step == stop:
                 self._profile.follow(step)
                 if step > self.start:
                     self._log(step)
                 self._evaluate(step)
-            if step == stop or self.checkpoints.save_requested:
+            if step == stop or self.checkpoints.is_save_wanted:
                 self._save(step)
             if step >= schedule.last or self._signal:
                 break
-            before = step
             stop = schedule.find_next_stop(step)
-            step = min(stop, before + self._steps_per_call.limit)
-            fetches: frozenset[str] = frozenset()
-            if step == stop:
-                fetches = schedule.find_fetches(step)
-            with (
-                attribute_errors(state, self.functions, before),
-                self._steps_per_call.measure(step - before) as steps,
-            ):
-                values = self.functions.take_steps(steps, fetches)
-            self._run.steps_taken = step - self.start
-            self._watch.step = step
-            tell_step()
-            state.progress.examples += state.data.count_new_examples(steps)
-            # Deferred hooks that are due after the last step of the call run together with the
-            # other due hooks, so that all of them run in order.
-            passed = range(before + 1, step if step == stop else step + 1)
-            self._run_deferred_hooks(passed)
-            if step == stop:
-                ended = self._run_hooks(step, schedule.find_due(step), values)
-            self._console.advance(step, is_warm=len(self.functions.called) == called)
-            called = len(self.functions.called)
+            step, has_ended = self._advance(step, stop)
         with state.clock.pause():
             self.checkpoints.save()
             self.checkpoints.wait()
         self.checkpoints.statistics.average()
         if step < schedule.last:
             state.stopped_by = self._signal
+
+    def _advance(self, before: int, stop: int) -> tuple[int, bool]:
+        """Takes steps in one graph call, and runs the hooks that are due after them.
+
+        Args:
+            before: the last step that was taken before the call
+            stop: the next step after which something is due. If it is too far away for one call,
+                the call takes only the first steps.
+
+        Returns:
+            The last step of the call, and whether a hook has ended training.
+        """
+        state = self.state
+        step = min(stop, before + self._steps_per_call.limit)
+        steps = step - before
+        reaches_stop = step == stop
+        fetches: frozenset[str] = frozenset()
+        if reaches_stop:
+            fetches = self._schedule.find_fetches(step)
+        graphs_called = len(self.functions.called)
+        with (
+            attribute_errors(state, self.functions, before),
+            self._steps_per_call.measure(steps),
+        ):
+            values = self.functions.take_steps(steps, fetches)
+        self._run.steps_taken = step - self.start
+        self._watch.step = step
+        tell_step()
+        state.progress.examples += state.data.count_new_examples(steps)
+        has_ended = False
+        if reaches_stop:
+            # Deferred hooks that are due after the last step of the call run together with the
+            # other due hooks, so that all of them run in order.
+            self._run_deferred_hooks(range(before + 1, step))
+            has_ended = self._run_hooks(step, self._schedule.find_due(step), values)
+        else:
+            self._run_deferred_hooks(range(before + 1, step + 1))
+        self._console.advance(step, is_warm=len(self.functions.called) == graphs_called)
+        return step, has_ended
 
     def _run_deferred_hooks(self, steps: range) -> None:
         """Runs the deferred hooks that were due after the given steps of a graph call."""
@@ -360,7 +384,7 @@ class Trainer:
             noted = NonFinite.from_flags(np.concatenate(flags), step)
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
-            save=self.checkpoints.save_requested or self._schedule.is_time_to_save(),
+            save=self.checkpoints.is_save_wanted or self._schedule.is_time_to_save(),
             end=ended,
             step=step,
             frozen=self.functions.frozen,
@@ -374,11 +398,11 @@ class Trainer:
             self._signal = signal.SIGTERM
         status = self._sync(status)
         self._steps_per_call.limit = status.steps_per_call
-        self.checkpoints.save_requested = status.save
-        noted = NonFinite(status.first, status.latest, status.bad, noted.zeroed)
+        self.checkpoints.is_save_wanted = status.save
+        noted = NonFinite(status.first, status.latest, status.bad, noted.nan_gradients)
         self._record_nonfinite(noted)
         if status.end and step < self._schedule.last:
-            self.state.progress.ended = self._schedule.last
+            self.state.progress.planned_last = self._schedule.last
             self._schedule.last = step
 
     def _record_nonfinite(self, noted: NonFinite) -> None:
@@ -410,41 +434,70 @@ class Trainer:
         is_due = self._schedule.is_evaluation_due(step) and progress.evaluated != step
         if not is_due or state.evaluation is None:
             return
-        with ExitStack() as stack:
-            # The averaged weights stay in place until the hooks after_eval have run, so that these
-            # hooks see the weights that were evaluated.
-            begun = time.monotonic()
-            if state.average is not None:
-                stack.enter_context(state.average.replace_weights())
-            with (
-                attribute_errors(state, self.functions, step),
-                state.clock.pause(),
-                self.checkpoints.statistics.hold_averages(),
-            ):
-                sync = functools.partial(self._sync, hook=state.hooks.create_eval_dataset)
-                values = state.evaluation.evaluate(sync)
+        begun = time.monotonic()
+        # The averaged weights stay in place until the hooks after_eval have run, so that these
+        # hooks see the weights that were evaluated.
+        with self._replace_weights():
+            values = self._compute_values(step)
             if values is None:
                 return
             progress.metrics = values
             progress.evaluated = step
-            reason = None
-            remark = f"in {time.monotonic() - begun:.1f} s"
-            if not state.evaluation.problem:
-                for criterion in self._criteria:
-                    reason = criterion.judge(step, values, progress.best) or reason
-                best = [c.metric for c in self._criteria if progress.best[c.key][1] == step]
-                if best:
-                    remark += f"  best {', '.join(dict.fromkeys(best))} so far"
-            self._console.values(step, "eval", values, remark=remark)
-            if state.evaluation.problem:
-                self._console.warn(state.evaluation.problem)
-            self.checkpoints.save_requested |= find_best_step(progress.best) == step
-            if reason and step < self._schedule.last:
-                self._console.say(f"step {step}: training ends. {reason}")
-            ended = self._run_hooks(
-                step, state.hooks.after_eval, {"metrics": {**values, **state.evaluation.arrays}}
-            )
+            reason = self._judge(step, values, time.monotonic() - begun)
+            metrics = {**values, **state.evaluation.arrays}
+            ended = self._run_hooks(step, state.hooks.after_eval, {"metrics": metrics})
         self._sync_status(step, ended or reason is not None)
+
+    def _replace_weights(self) -> AbstractContextManager[None]:
+        """Returns a context in which the averaged weights replace the weights, if there are any."""
+        if self.state.average is None:
+            return nullcontext()
+        return self.state.average.replace_weights()
+
+    def _compute_values(self, step: int) -> dict[str, float] | None:
+        """Returns the values of an evaluation by name; None if a signal has ended it."""
+        state = self.state
+        sync = functools.partial(self._sync, hook=state.hooks.create_eval_dataset)
+        with (
+            attribute_errors(state, self.functions, step),
+            state.clock.pause(),
+            self.checkpoints.statistics.hold_averages(),
+        ):
+            values: dict[str, float] | None = state.evaluation.evaluate(sync)
+        return values
+
+    def _judge(self, step: int, values: dict[str, float], seconds: float) -> str | None:
+        """Compares an evaluation with the best ones so far, and prints its values.
+
+        Requests a checkpoint if the evaluation is the best by the criterion of ``keep_best``.
+
+        Args:
+            step: the step of the evaluation
+            values: its values by name
+            seconds: its duration
+
+        Returns:
+            The reason why training ends after this step; None if it continues.
+        """
+        best = self.state.progress.best
+        problem = self.state.evaluation.problem
+        reason = None
+        remark = f"in {seconds:.1f} s"
+        if not problem:
+            for criterion in self._criteria:
+                reason = criterion.judge(step, values, best) or reason
+            improved = [
+                criterion.metric for criterion in self._criteria if best[criterion.key][1] == step
+            ]
+            if improved:
+                remark += f"  best {', '.join(dict.fromkeys(improved))} so far"
+        self._console.values(step, "eval", values, remark=remark)
+        if problem:
+            self._console.warn(problem)
+        self.checkpoints.is_save_wanted |= find_best_step(best) == step
+        if reason and step < self._schedule.last:
+            self._console.say(f"step {step}: training ends. {reason}")
+        return reason
 
     def _log(self, step: int) -> None:
         """Logs the training metrics if that is due, and resets them at the end of a period.
@@ -466,10 +519,11 @@ class Trainer:
         This happens after the evaluation, because the checkpoint contains its values.
         """
         self.checkpoints.tell_saved()
-        if self._schedule.is_save_due(step) or self.checkpoints.save_requested:
+        if self._schedule.is_save_due(step) or self.checkpoints.is_save_wanted:
             with self.state.clock.pause():
-                self.checkpoints.save()
-            self._console.note_saved(step)
+                is_saved = self.checkpoints.save()
+            if is_saved:
+                self._console.note_saved(step)
             self._watch.note_end()
             self._schedule.note_saved()
 

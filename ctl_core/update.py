@@ -6,8 +6,9 @@ As in step.py, everything runs while a graph is traced.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ class UpdateResult(NamedTuple):
     Attributes:
         summed: the gradients and objectives summed over the replicas
         updates: the result of ``call_update_pre``
-        flags: the result of ``note_flags``
+        flags: the result of ``compute_flags``
     """
 
     summed: Contribution
@@ -123,7 +124,7 @@ def make_update(
     updates = replicas.run(
         partial(call_update_pre, context, examples, variables), contribution, summed
     )
-    flags = replicas.run(partial(note_flags, context), contribution, summed)
+    flags = replicas.run(partial(compute_flags, context), contribution, summed)
     apply_updates(context, replicas, variables, summed, updates)
     return UpdateResult(summed, updates, flags)
 
@@ -156,31 +157,35 @@ def make_compiled_update(
     try:
         result: UpdateResult = replicas.run(update, needed, total)
         return result
-    except (HookFailed, NotCompilable) as error:
-        if not isinstance(error, NotCompilable) and not isinstance(error.__cause__, NotCompilable):
+    except NotCompilable as error:
+        obstacle = str(error)
+    except HookFailed as error:
+        if not isinstance(error.__cause__, NotCompilable):
             raise
         obstacle = str(error)
-    graph = tf.compat.v1.get_default_graph()
-    operations_before = len(graph.get_operations())
-    result = make_update(context, replicas, examples, variables, contribution, total)
-    refuse_random_ops(context, graph.get_operations()[operations_before:], obstacle)
-    return result
+    with refuse_random_ops(context, obstacle):
+        return make_update(context, replicas, examples, variables, contribution, total)
 
 
-def refuse_random_ops(
-    context: StepContext, operations: Iterable[tf.Operation], obstacle: str
-) -> None:
-    """Rejects an update that draws random numbers although it is not compiled.
+@contextlib.contextmanager
+def refuse_random_ops(context: StepContext, obstacle: str) -> Iterator[None]:
+    """Rejects an uncompiled update that draws random numbers; it is traced inside the context.
+
+    Does nothing in a run that is not compiled.
 
     Args:
         context: the context of the step
-        operations: the ops of the update
         obstacle: why the update is not compiled, for the error message
 
     Raises:
         SetupError: an op draws random numbers; the message names its line.
     """
-    for op in compat.add_called_ops(operations):
+    graph = tf.compat.v1.get_default_graph()
+    operations_before = len(graph.get_operations())
+    yield
+    if context.compilation is not Compilation.REPLICA:
+        return
+    for op in compat.add_called_ops(graph.get_operations()[operations_before:]):
         if draws_random_numbers(op):
             raise SetupError(
                 f"{find_line(op, context.hooks) or 'the update'}: draws random numbers, and "
@@ -213,7 +218,7 @@ def _run_compiled_update(
         }
         summed = finish_sums(context, True, total._replace(gradients=gradients))
         updates = call_update_pre(context, examples, variables, contribution, summed)
-        flags = note_flags(context, contribution, summed)
+        flags = compute_flags(context, contribution, summed)
         with compat.enter_update(strategy, number):
             apply_on_replica(context, number, variables, summed, updates)
         return UpdateResult(summed, updates, flags)
@@ -296,10 +301,10 @@ def _check_shapes(context: StepContext, update: Gradients, variables: list[Varia
         )
 
 
-def note_flags(
+def compute_flags(
     context: StepContext, contribution: Contribution, summed: Contribution
 ) -> FiniteFlags:
-    """Returns whether the loss of a replica is finite, and whether no gradient has a NaN."""
+    """Returns whether the loss of a replica is finite, and whether no summed gradient has a NaN."""
     loss_is_finite = are_losses_finite(contribution.loss)
     if context.components.loss_scale is not None:  # updates with NaN are skipped anyway
         return FiniteFlags(loss_is_finite, gradients_are_numbers=tf.constant(True))

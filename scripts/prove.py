@@ -305,9 +305,10 @@ def main() -> int:
     seconds = sum(trained.ru_utime + trained.ru_stime for trained in usage)
     clipped = undisturbed[ENGINE, False].clipped
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines) + (
-        f"\nTensorFlow {tf.__version__}, Keras {keras.__version__}; {seconds:.0f} s of a core, in "
-        f"{time.monotonic() - begun:.0f} s. {clipped} of {program.STEPS} "
-        "gradients were clipped.\n"
+        f"\nTensorFlow {tf.__version__}, Keras {keras.__version__}. All runs together took "
+        f"{time.monotonic() - begun:.0f} s, and used {seconds:.0f} s of processor time. In the "
+        f"first run of `{ENGINE}`, the gradient was clipped in {clipped} of {program.STEPS} "
+        "steps.\n"
     )
     print(text)
     if into:

@@ -177,7 +177,10 @@ def describe_command(name: str) -> Iterator[str]:
     rows += [(f"`--{option}`", OPTIONS[option][1].description) for option in command.options]
     yield format_table(rows)
     if name == "train":
-        yield "`./train.sh` is short for this command; it takes all [settings](settings.md).\n"
+        yield (
+            "`./train.sh` is short for `python -m ctl_core train`. It accepts all "
+            "[settings](settings.md) as flags.\n"
+        )
     elif command.settings:
         settings = ", ".join(f"`{setting}`" for setting in command.settings)
         yield (

@@ -83,7 +83,10 @@ class Checkpoints:
             saved after all hooks of the step, because a later hook may still change a variable.
         statistics: the values that differ between replicas
         saved_step: the step of the last checkpoint that was saved or resumed from, or -1
-        save_requested: whether a hook has called ``manager.save`` since the last checkpoint
+        is_save_wanted: whether to save a checkpoint of the current step even if none is due, or if
+            the step was already saved. The reason is a hook that has called ``manager.save``, an
+            evaluation that is the best so far, or the timer of ``ckpt_every``. One process with
+            such a reason is enough, see ``LoopStatus.save``
     """
 
     def __init__(self, state: State, console: Console) -> None:
@@ -99,7 +102,7 @@ class Checkpoints:
             max_to_keep=read_max_to_keep(state.manager),
         )
         self.saved_step = -1
-        self.save_requested = False
+        self.is_save_wanted = False
         self._state = state
         self._console = console
         self._cluster = state.cluster
@@ -149,7 +152,7 @@ class Checkpoints:
 
     def _request(self, *_: Any, **__: Any) -> str:
         """Requests a checkpoint and returns its path; hooks call this as ``manager.save``."""
-        self.save_requested = True
+        self.is_save_wanted = True
         return str(self._folder / f"ckpt-{self._state.step}")
 
     def _restore_from_manager(self, path: str | None = None) -> RestoreStatus:
@@ -177,19 +180,23 @@ class Checkpoints:
                 self._engine_part.read(str(engine_part)).expect_partial()
         return status
 
-    def save(self) -> None:
+    def save(self) -> bool:
         """Saves a checkpoint after the current step.
 
-        Does nothing if this step was already saved and no hook has requested a checkpoint since.
+        Does nothing if this step was already saved and ``is_save_wanted`` is False, or if
+        ``on_nan`` does not allow the current weights to be saved.
+
+        Returns:
+            True if a checkpoint was saved.
 
         Raises:
             RunError: the files cannot be written, or the replicas have diverged.
         """
         step = self._state.step
-        is_requested = self.save_requested
-        self.save_requested = False
-        if self.saved_step == step and not is_requested:
-            return
+        is_wanted = self.is_save_wanted
+        self.is_save_wanted = False
+        if self.saved_step == step and not is_wanted:
+            return False
         late_variable = self._state.recording.find_late()
         if late_variable is not None:
             raise RunError(
@@ -203,9 +210,11 @@ class Checkpoints:
         self.tell_saved()
         with self.statistics.hold_averages():
             self._divergence.check(step)
-            if self._accepts_weights(step):
-                self._save(step)
-                self.saved_step = step
+            if not self._accepts_weights(step):
+                return False
+            self._save(step)
+            self.saved_step = step
+        return True
 
     def _accepts_weights(self, step: int) -> bool:
         """Returns True if the setting ``on_nan`` allows the current weights to be saved.

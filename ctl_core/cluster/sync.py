@@ -43,11 +43,13 @@ class LoopStatus:
     Attributes:
         steps_per_call: the maximum number of steps in the next graph call; the lowest value counts
         signal: the number of the signal that was received, or 0; the highest counts
-        save: whether a hook has requested a checkpoint; one process is enough
-        end: whether a hook has requested the end of training; one process is enough
+        save: whether a checkpoint is wanted, see ``Checkpoints.is_save_wanted``; one process is
+            enough
+        end: whether a hook or ``early_stop`` ends training; one process is enough
         step: the number of the last step; must be the same on all processes
         frozen: a number that identifies the set of frozen layers; must be the same on all processes
-        data: a digest of the data that were drawn; must be the same on all processes
+        data: a number that identifies the data that were drawn; while training, it identifies the
+            last step of the run, too. Must be the same on all processes
         first: the first step whose loss was not finite, as in ``NonFinite``; the lowest counts
         latest: the latest step whose loss was not finite; the highest counts
         bad: the number of steps whose loss was not finite; the highest counts

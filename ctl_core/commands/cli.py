@@ -49,7 +49,10 @@ OPTIONS: dict[str, Any] = {
     "watch": (bool, declare(False, "evaluate each new checkpoint of a run in training")),
     "input": (_File | None, declare(None, "a .npy file, or a .npz file of named inputs")),
     "dataset": (str | None, declare(None, "which dataset, if create_eval_dataset returns several")),
-    "include": (list[str] | None, declare(None, "also write this entry of the batches, as label")),
+    "include": (
+        list[str] | None,
+        declare(None, "also write this component of each batch, such as label"),
+    ),
     "output": (_File | None, declare(None, "where to write; null: in the run's folder")),
     "hook": (str | None, declare(None, "the hook to explain; null: the list of all")),
     "stub": (bool, declare(False, "print callbacks.py with all hooks, to begin from")),
@@ -91,7 +94,8 @@ COMMANDS = {
         (*_COMMON_SETTINGS, "eval_batch_size"),
     ),
     "export": Flags(
-        "write a run's model for TensorFlow Serving", ("config", "checkpoint", "output")
+        "export a run's model as a SavedModel, for TensorFlow Serving",
+        ("config", "checkpoint", "output"),
     ),
     "hooks": Flags(
         "list all hooks, explain one, or print their defaults as code",

@@ -158,8 +158,8 @@ def predict(
         dataset: the name of the dataset, if ``create_eval_dataset`` returns several
         output: the file to write; default: predictions.npz or predictions-NAME.npz in the folder of
             the run
-        include: the entries of the batches to write as well, row by row; keys of a dict, or indices
-            of a tuple
+        include: the components of each batch to write as well, row by row; keys of a dict, or
+            indices of a tuple
 
     Returns:
         The path of the written file.

@@ -35,7 +35,7 @@ class Progress:
         examples: the number of training examples used so far, over all processes
         evaluated: the step of the last evaluation, or -1
         metrics: the values of the last evaluation by name
-        ended: the last step that was planned when the run was ended early, or None
+        ended: the value of ``planned_last``, under the name that it has in records
         noted: a summary of the steps whose loss was not finite
         best: the best values so far, by criterion, see ``Criterion.judge``
         hook_state: the dict that is passed to host hooks as ``state``
@@ -59,6 +59,15 @@ class Progress:
             ValueError: a field is unknown, or has the wrong type.
         """
         return TypeAdapter(Progress).validate_json(json.dumps(fields), strict=True)
+
+    @property
+    def planned_last(self) -> int | None:
+        """The last step that was planned when a hook or ``early_stop`` ended the run, or None."""
+        return self.ended
+
+    @planned_last.setter
+    def planned_last(self, step: int | None) -> None:
+        self.ended = step
 
 
 def check_hook_state(values: dict[str, Any], where: str) -> None:
@@ -216,7 +225,7 @@ class State:
 
         This may have happened before the run was resumed.
         """
-        return self.progress.ended is not None
+        return self.progress.planned_last is not None
 
     @property
     def diverged(self) -> bool:

@@ -87,8 +87,7 @@ class NonFinite:
         latest: the latest step whose loss was not finite, or 0
         steps: the number of steps whose loss was not finite; in a cluster, the largest number of
             all processes
-        zeroed: the number of steps in which the loss was finite, but a gradient that was passed to
-            ``update_pre`` contained NaN
+        zeroed: the value of ``nan_gradients``, under the name that it has in records
     """
 
     first: int = NEVER
@@ -107,12 +106,17 @@ class NonFinite:
         if flags.all():
             return cls()
         loss_is_finite, gradients_are_numbers = flags.T
-        zeroed = int((loss_is_finite & ~gradients_are_numbers).sum())
+        nan_gradients = int((loss_is_finite & ~gradients_are_numbers).sum())
         steps = np.arange(len(flags)) + last - len(flags) + 1
         diverged = steps[~loss_is_finite].tolist()
         if not diverged:
-            return cls(zeroed=zeroed)
-        return cls(diverged[0], diverged[-1], len(diverged), zeroed)
+            return cls(zeroed=nan_gradients)
+        return cls(diverged[0], diverged[-1], len(diverged), nan_gradients)
+
+    @property
+    def nan_gradients(self) -> int:
+        """The number of steps with a finite loss in which ``update_pre`` received NaN gradients."""
+        return self.zeroed
 
     def merge_later(self, later: NonFinite) -> NonFinite:
         """Returns this summary combined with the summary of later steps."""
@@ -120,7 +124,7 @@ class NonFinite:
             min(self.first, later.first),
             max(self.latest, later.latest),
             self.steps + later.steps,
-            self.zeroed + later.zeroed,
+            self.nan_gradients + later.nan_gradients,
         )
 
 

@@ -167,9 +167,9 @@ def describe_nonfinite(state: State) -> list[str]:
             f"the loss was not finite in {at_least}{noted.steps} of {state.step} steps, first "
             f"in step {noted.first}, last in step {noted.latest}{last_one}."
         )
-    if noted.zeroed:
+    if noted.nan_gradients:
         warnings.append(
-            f"update_pre received NaN in gradients in {noted.zeroed} of {state.step} steps "
+            f"update_pre received NaN in gradients in {noted.nan_gradients} of {state.step} steps "
             "with a finite loss; its default replaces NaN by 0."
         )
     return warnings

@@ -73,6 +73,62 @@ class Place(NamedTuple):
     is_checkpoint: bool = False
 
 
+class OperationTimer:
+    """Measures the current operation, and compares it with earlier operations of the same kind.
+
+    Attributes:
+        place: the current operation; None if it is unknown
+        is_reported: whether the current operation has been reported, because it takes too long
+    """
+
+    def __init__(self, stall_seconds: float) -> None:
+        """Creates the timer; ``restart`` starts it.
+
+        Args:
+            stall_seconds: the shortest time after which an operation takes too long
+        """
+        self.place: Place | None = None
+        self.is_reported = False
+        self._stall_seconds = stall_seconds
+        self._since = 0.0  # the time at which the current operation started
+        self._longest: dict[str, float] = {}  # the longest duration by ``Place.kind`` (seconds)
+
+    def follow(self, place: Place | None, now: float) -> None:
+        """Records the operation that is running now.
+
+        If it is of another kind than the last one, or if one of them is unknown, it is a new
+        operation.
+        """
+        if place is None or self.place is None or place.kind != self.place.kind:
+            self.restart(place, now)
+        self.place = place
+
+    def restart(self, place: Place | None, now: float) -> None:
+        """Records the duration of the last operation, and the start of the next one.
+
+        Args:
+            place: the next operation; None if it is unknown
+            now: the current time
+        """
+        if self.place is not None:
+            longest = self._longest.get(self.place.kind, 0.0)
+            self._longest[self.place.kind] = max(longest, self.measure(now))
+        self.place = place
+        self.is_reported = False
+        self._since = now
+
+    def measure(self, now: float) -> float:
+        """Returns how long the current operation has been running (seconds)."""
+        return now - self._since
+
+    @property
+    def limit(self) -> float:
+        """How long the current operation may take (seconds)."""
+        if self.place is None:
+            return self._stall_seconds
+        return max(self._stall_seconds, 2 * self._longest.get(self.place.kind, 0.0))
+
+
 class Watch:
     """Watches the thread that enters this context, until it leaves the context.
 
@@ -107,7 +163,10 @@ class Watch:
         self._signals = signals
         self._task = task
         self._stall_seconds = stall_seconds
-        self._ended = 0  # the number of steps, batches and checkpoints that have ended
+        self._ends = 0  # how many times steps, batches or a checkpoint have ended
+        self._ends_seen = 0  # the value of ``_ends`` at the last check
+        self._last_end = 0.0  # the time of the check that last found a change of ``_ends``
+        self._timer = OperationTimer(stall_seconds)
         self._thread = threading.Thread(target=self._watch, name="ctl_core watch", daemon=True)
         self._sender: socket.socket
         self._receiver: socket.socket
@@ -115,17 +174,11 @@ class Watch:
         self._watched = 0  # the identifier of the thread that trains
         self._arrivals: dict[int, float] = {}  # the time of the first signal of each number
         self._end_at = float("inf")  # the time at which a second SIGINT ends the process
-        self._longest: dict[str, float] = {}  # the longest duration by ``Place.kind`` (seconds)
-        self._place: Place | None = None
-        self._seen = 0  # the value of ``_ended`` at the last check
-        self._last_end = 0.0  # the time of the check that last found a change of ``_ended``
-        self._since = 0.0  # the time at which the current operation started
-        self._is_reported = False
 
     def __enter__(self) -> Watch:
         self._watched = threading.get_ident()
         self._last_end = time.monotonic()
-        self._since = self._last_end
+        self._timer.restart(None, self._last_end)
         self._sender, self._receiver = socket.socketpair()
         self._sender.setblocking(False)
         self._receiver.settimeout(self._poll)
@@ -156,7 +209,7 @@ class Watch:
 
     def note_end(self) -> None:
         """Records that steps, batches of an evaluation or a checkpoint have ended."""
-        self._ended += 1
+        self._ends += 1
 
     @property
     def _poll(self) -> float:
@@ -193,7 +246,7 @@ class Watch:
     def _tell_limit(self) -> None:
         """Sets the waiting time after a SIGTERM, which the announcement of the signal mentions."""
         if self._receives_signals:
-            self._signals.patience = self._find_limit(self._place)
+            self._signals.patience = self._timer.limit
 
     def _obey(self, now: float) -> None:
         """Ends the process if the main thread does not react to a signal in time."""
@@ -202,7 +255,7 @@ class Watch:
         terminated_at = self._arrivals.get(signal.SIGTERM)
         if terminated_at is None or not self._stall_seconds:
             return
-        limit = self._find_limit(self._place)
+        limit = self._timer.limit
         waited = now - max(terminated_at, self._last_end)
         place = self._find_place()
         if waited > limit and not (place is not None and place.is_checkpoint):
@@ -233,51 +286,34 @@ class Watch:
 
     def _look(self, now: float) -> None:
         """Checks whether training has advanced since the last check; reports it if it hangs."""
-        if self._ended != self._seen:
-            self._seen = self._ended
+        if self._ends != self._ends_seen:
+            self._ends_seen = self._ends
             self._last_end = now
-            self._leave_place(None, now)
+            self._timer.restart(None, now)
         else:
-            place = self._find_place()
-            if place is None or self._place is None or place.kind != self._place.kind:
-                self._leave_place(place, now)
-            self._place = place
-        limit = self._find_limit(self._place)
-        is_stalled = self._place is not None and now - self._since > limit
-        if self._stall_seconds and is_stalled and not self._is_reported:
-            self._is_reported = True
-            assert self._place is not None
-            self._report(self._place, now - self._since)
-        self._obey(now)
-
-    def _leave_place(self, place: Place | None, now: float) -> None:
-        """Records the duration of the last operation, and the start of the next one.
-
-        Args:
-            place: the next operation
-            now: the current time
-        """
-        if self._place is not None:
-            kind = self._place.kind
-            self._longest[kind] = max(self._longest.get(kind, 0.0), now - self._since)
-        self._place = place
-        self._since = now
-        self._is_reported = False
+            self._timer.follow(self._find_place(), now)
         self._tell_limit()
-
-    def _find_limit(self, place: Place | None) -> float:
-        """Returns how long an operation may take before it is reported (seconds)."""
-        if place is None:
-            return self._stall_seconds
-        return max(self._stall_seconds, 2 * self._longest.get(place.kind, 0.0))
+        self._report_stall(now)
+        self._obey(now)
 
     def _find_place(self) -> Place | None:
         """Returns the operation that the training thread is running; see ``find_place``."""
         frame = sys._current_frames().get(self._watched)
         return find_place(frame, has_peers=self._task.processes > 1)
 
-    def _report(self, place: Place, seconds: float) -> None:
-        """Prints the current operation and, in a cluster, the operations of the other processes."""
+    def _report_stall(self, now: float) -> None:
+        """Reports the current operation, once, if it takes too long.
+
+        Prints the operation and, in a cluster, the operations of the other processes.
+        """
+        timer = self._timer
+        place = timer.place
+        if not self._stall_seconds or place is None or timer.is_reported:
+            return
+        seconds = timer.measure(now)
+        if seconds <= timer.limit:
+            return
+        timer.is_reported = True
         step = self.step
         where = place.text
         if place.kind in (_GRAPH_CALL, _EVALUATION):

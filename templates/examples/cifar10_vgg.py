@@ -1,7 +1,7 @@
 """EDIT THIS FILE: a VGG-style network learns to classify the pictures of CIFAR-10.
 
-It shows augmentation that a resumed run repeats, a layer of your own, momentum, weight decay of the
-kernels only, and smoothed labels.
+It shows a layer of your own, momentum, weight decay of the kernels only, smoothed labels, and
+augmentation: a resumed run changes the pictures in the same way as an uninterrupted run.
 
     required:   create_dataset, create_model, create_loss
     used here:  create_eval_dataset, input_pre, create_opt, create_metrics

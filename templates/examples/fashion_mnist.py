@@ -1,7 +1,8 @@
 """EDIT THIS FILE: TensorFlow's tutorial on distributed custom training, written as hooks.
 
-It trains the same weights as https://www.tensorflow.org/tutorials/distribute/custom_training, from
-images of ten kinds of clothes. What the tutorial writes as a loop is left to the engine.
+Training ends with the same weights as in the tutorial, from images of ten kinds of clothes:
+https://www.tensorflow.org/tutorials/distribute/custom_training. The engine provides the loop,
+which the tutorial writes itself.
 
     required:   create_dataset, create_model, create_loss
     used here:  create_eval_dataset, input_pre, create_opt, update_pre, create_metrics,

@@ -1,7 +1,8 @@
 """EDIT THIS FILE: a small language model learns Python's documentation, byte by byte (GPT).
 
 The model is a Transformer, as in Radford et al., "Improving Language Understanding by Generative
-Pre-Training", 2018. Short texts share a row of the batch without seeing each other.
+Pre-Training", 2018. Several short texts share a row of the batch, but the attention of the model
+never crosses from one text to another.
 
     required:   create_dataset, create_model, create_loss
     used here:  create_eval_dataset, input_pre, loss_pre, batch_weight, create_metrics, metric_pre,

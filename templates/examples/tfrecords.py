@@ -1,6 +1,6 @@
 """EDIT THIS FILE: a small network learns from images in TFRecord files.
 
-It begins with handwritten digits. For your own photos, run `python make_records.py photos
+At first, the images are handwritten digits. For your own photos, run `python make_records.py photos
 records/photos`, then change RECORDS, SIZE, CHANNELS and CLASSES below.
 
     required:   create_dataset, create_model, create_loss

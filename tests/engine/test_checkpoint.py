@@ -1,5 +1,6 @@
 """Tests of checkpoints: retention, saving and restoring in hooks, damage, and changed programs."""
 
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core.run import console
 from ctl_core.run.errors import RunError
 from tests.golden import engine, small
 from tests.helpers.cases import FEATURES, assert_weights, dropout_model, make_hooks, sgd
@@ -226,11 +228,17 @@ def test_weights_that_became_nan_replace_no_checkpoint(
     assert "after step 8, sequential/hidden/kernel is not finite" in capsys.readouterr().out
 
 
-def test_no_further_checkpoint_is_written_while_weights_are_nan(train: Train, capsys: Any) -> None:
+def test_no_further_checkpoint_is_written_while_weights_are_nan(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The console reports only the checkpoints that are written."""
+    monkeypatch.setattr(console, "STEP_SECONDS", 0.0)
     hooks = make_hooks(create_ckpt=create_ckpt, update_pre=spoil_from(5))
     state = train(hooks, steps=12, ckpt_every=2)
     assert numbers(state.run_dir / "ckpt", "engine/ckpt-*.json") == [2, 4, 6]
-    assert capsys.readouterr().out.count("is not finite. No further checkpoints") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("is not finite. No further checkpoints") == 1
+    assert re.findall(r"^step (\d+)/12 .* saved$", printed, re.M) == ["2", "4", "6"]
 
 
 def test_on_nan_stop_writes_no_checkpoint_of_weights_that_are_nan(train: Train) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -486,17 +487,25 @@ def raise_timeout(*_: object) -> list[str]:
 def test_end_waits_for_the_copy_and_ctrl_c_leaves_it(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The copy of the last checkpoint ends only after the line that the case is about."""
     (tmp_path / "callbacks.py").write_text(HOOKS)
-    upload = stores.FolderStore.upload
+    upload, say = stores.FolderStore.upload, Console.say
+    is_free = threading.Event()
 
-    def dawdle(store: stores.FolderStore, source: Path, path: str) -> None:
+    def wait_and_upload(store: stores.FolderStore, source: Path, path: str) -> None:
         if path.endswith("-5.json"):
-            time.sleep(1)
+            assert is_free.wait(60)
         upload(store, source, path)
 
-    monkeypatch.setattr(stores.FolderStore, "upload", dawdle)
+    def free_after_progress(console: Any, text: str) -> None:
+        say(console, text)
+        if "mirror: 0.0 of" in text:
+            is_free.set()
+
+    monkeypatch.setattr(stores.FolderStore, "upload", wait_and_upload)
     monkeypatch.setattr(copying, "PATIENCE", 0.1)
     monkeypatch.setattr(copying, "INTERVAL", 0.1)
+    monkeypatch.setattr(Console, "say", free_after_progress)
     out = train(cli, "--steps", "5", "--mirror", "m")
     assert "mirror: waiting until step 5 is copied to m/a; press Ctrl-C to stop waiting." in out
     assert "mirror: 0.0 of 0.0 MB" in out
@@ -504,7 +513,7 @@ def test_end_waits_for_the_copy_and_ctrl_c_leaves_it(
 
     lose_machine()
     shutil.rmtree("m")
-    say = Console.say
+    is_free.clear()
 
     def press_ctrl_c(console: Any, text: str) -> None:
         say(console, text)
@@ -515,7 +524,10 @@ def test_end_waits_for_the_copy_and_ctrl_c_leaves_it(
     out = train(cli, "--steps", "5", "--mirror", "m")
     assert "warning: mirror: the copy to m/a was interrupted" in out
     assert list_saved_steps(Path("runs/a/ckpt")) == [5] and list_saved_steps(Path("m/a/ckpt")) == []
-    time.sleep(1.5)  # The copying thread must end before the next test changes the folder.
+    is_free.set()
+    for thread in threading.enumerate():
+        if thread.name == "mirror":  # It must end before the next test changes the folder.
+            thread.join(60)
 
 
 # ---- Processes that are killed -------------------------------------------------------------------
