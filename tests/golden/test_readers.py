@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.input.readers import Reader
 from tests.golden import compare, engine, small
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -259,40 +258,6 @@ def test_reader_created_outside_of_hooks_begins_at_its_start(train: engine.Train
     reader = Endless()
     state = run(train, lambda: reader, 9)
     compare.assert_close(state.train_model.weights, train_plainly(Endless, 9, 16))
-
-
-@pytest.mark.parametrize("looks", [False, True])
-def test_all_processes_drop_used_examples_if_one_cannot_restore_its_position(
-    train: engine.Train,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    looks: bool,
-) -> None:
-    """A process that has restored its position reads from the start, even if the hooks look first.
-
-    The hook returns the same reader whenever it is called.
-    """
-    go_to = Reader.go_to
-
-    def fail_on_another_process(reader: Reader, text: str) -> str:
-        assert go_to(reader, text) is None
-        return "another process has failed"
-
-    def make_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
-        if looks:
-            assert len(next(iter(dataset))[0]) == SIZE
-        return dataset
-
-    def train_to(step: int) -> Any:
-        reader = Endless()
-        hooks = hooks_of(lambda: reader, make_batches=make_batches)
-        return train(hooks, steps=step, learning_rate=small.RATE)
-
-    monkeypatch.setattr(Reader, "go_to", fail_on_another_process)
-    train_to(4)
-    state = train_to(9)
-    compare.assert_close(state.train_model.weights, train_plainly(Endless, 9, 16))
-    assert "dropping 64 examples" in capsys.readouterr().out
 
 
 # ---- Elements ----------------------------------------------------------------------------------
