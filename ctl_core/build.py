@@ -1,20 +1,18 @@
 """Builds the state of a run: calls the create hooks in the right order under the strategy's scope.
 
-Everything that hooks create is recorded, see hooks/recording.py. All commands that use a run start
-by building its state.
+Everything that hooks create is recorded, see hooks/recording.py. In between, hooks are traced on
+placeholders, see scratch.py. All commands that use a run start by building its state.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ctl_core import compat
 from ctl_core.checkpoint.initial_weights import (
     InitialWeights,
     check_patterns,
@@ -22,68 +20,33 @@ from ctl_core.checkpoint.initial_weights import (
     load_initial_weights,
 )
 from ctl_core.checkpoint.retention import prepare_list
-from ctl_core.cluster.replica_contexts import FirstReplica
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
-from ctl_core.evaluation.evaluate import Evaluation, create_evaluation
-from ctl_core.evaluation.step import add_batch
+from ctl_core.evaluation.evaluate import create_evaluation
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.hooks.optimizer_groups import OptimizerGroups, is_pairs
 from ctl_core.hooks.optimizers import refuse_loss_scales
-from ctl_core.hooks.recording import Recording, unfreeze
-from ctl_core.input.batches import BatchShape, Share, find_first_replica, make_placeholders
+from ctl_core.hooks.recording import Recording
+from ctl_core.input.batches import BatchShape
 from ctl_core.input.caches import refuse_shared_caches
 from ctl_core.input.stream import Input
-from ctl_core.model.averages import WeightAverage, find_moving_statistics
-from ctl_core.model.components import (
-    SINGLE_OBJECTIVE,
-    Components,
-    ForwardComponents,
-    StepContext,
-    TraceContext,
-    WrittenVariable,
-)
-from ctl_core.model.copies import ReplicaCopies, list_local_components
-from ctl_core.model.fingerprint import compare_forward
-from ctl_core.model.forward import (
-    ReplicaObjective,
-    call_made,
-    compute_objectives,
-    forward_backward,
-    run_model,
-)
-from ctl_core.model.logical_limits import refuse_hooks, refuse_layers, refuse_states
-from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
-from ctl_core.model.metrics import name_scalars, update_train_metrics
+from ctl_core.model.averages import WeightAverage
+from ctl_core.model.components import SINGLE_OBJECTIVE, Components, ForwardComponents
+from ctl_core.model.copies import ReplicaCopies
+from ctl_core.model.forward import call_made
+from ctl_core.model.logical_limits import refuse_hooks, refuse_states
 from ctl_core.model.state import State
 from ctl_core.numerics.learning_rate import LearningRate, Rate, RateSchedule, make_rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
-from ctl_core.numerics.randomness import find_drawing_layers
-from ctl_core.numerics.reduction import PIECES
-from ctl_core.numerics.variables import (
-    is_summed,
-    make_trackable,
-    name_variable,
-    trainable_variables,
-    unwrap,
-)
+from ctl_core.numerics.variables import make_trackable, unwrap
 from ctl_core.run.console import Console
 from ctl_core.run.errors import HookFailed, SetupError, format_error
 from ctl_core.run.settings import SETTINGS, Config
+from ctl_core.scratch import ScratchTracer, TracedForward
 from ctl_core.session.facts import compare_optimizers, compare_processes
 from ctl_core.session.run import Run
-from ctl_core.types import (
-    Batch,
-    BatchSpec,
-    Callbacks,
-    Model,
-    Optimizer,
-    UserObject,
-    Variable,
-    VariablesByObjective,
-)
-from ctl_core.update import call_update_pre
+from ctl_core.types import Callbacks, Model, Optimizer, UserObject, Variable, VariablesByObjective
 
 
 def create_state(
@@ -142,95 +105,53 @@ class _Builder:
         self.recording: Recording = Recording(unifies=self.config.logical_replicas is not None)
 
     def build(self) -> State:
-        """Returns the state of a run that has not started."""
-        config = self.config
-        recording = self.recording
-        data = self._create_input()
-        shape = data.shape
-        if config.logical_replicas is not None:
+        """Returns the state of a run that has not started.
+
+        The order in which hooks are called determines the initial weights of a run, and the names
+        of its variables in checkpoints. Therefore, it must not change.
+        """
+        self.data = self._create_input()
+        if self.config.logical_replicas is not None:
             refuse_hooks(self.hooks)
-        # The step is created outside of the strategy's scope, so that it is one variable for all
-        # replicas, and ``int(ckpt.step)`` works.
-        with recording.record_as("engine"), tf.device("CPU:0"):
-            step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
-        # Hooks may read this step through TensorFlow. Traced steps set their own number instead.
-        tf.summary.experimental.set_step(step)
+        step = self._create_step()
+        tracer = ScratchTracer(
+            hooks=self.hooks,
+            config=self.config,
+            strategy=self.strategy,
+            cluster=self.cluster,
+            recording=self.recording,
+            share_spec=self.data.share_spec,
+        )
         with self.strategy.scope():
-            with recording.record_as("engine"):
-                rate = LearningRate(config.learning_rate)
-            forward = ForwardComponents(
-                hooks=self.hooks,
-                strategy=self.strategy,
-                shape=shape,
-                train_model=self._create("create_model", per_replica_batch_size=shape.per_replica),
-                train_loss=self._create("create_loss"),
-                lr=rate,
-                step_variable=step,
-                train_metrics=self._create("create_train_metrics"),
-            )
-            traced = self._trace_forward(forward)
+            rate = self._create_learning_rate()
+            forward = self._create_forward_components(step, rate)
+            traced = tracer.trace_forward(forward)
         # The weights are loaded before optimizers, averages and eval_model are created, because
         # these may copy the weights. Loading happens outside of the strategy's scope, because it
         # also copies the random generators, and the scope would replicate these copies.
         loaded = self._load_initial_weights(forward.train_model)
         with self.strategy.scope():
-            optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables)
-            lr = make_rate_for_hooks(rate, optimizers)
-            precisions = self._find_low_precisions()
-            loss_scale = None
-            with recording.record_as("engine"):
-                if "float16" in precisions:
-                    loss_scale = LossScale()
-                assign_rate = self._choose_schedule(lr, rate)
-            average = self._create_average(traced.weights)
-            eval_model = None
-            if self.hooks.create_eval_model is not None:
-                eval_model = self._create("create_eval_model", train_model=forward.train_model)
-            components = Components(
-                hooks=forward.hooks,
-                strategy=forward.strategy,
-                shape=forward.shape,
-                train_model=forward.train_model,
-                train_loss=forward.train_loss,
-                lr=lr,
-                step_variable=forward.step_variable,
-                train_metrics=forward.train_metrics,
-                eval_model=eval_model,
-                optimizer=optimizer,
-                optimizers=optimizers,
-                written=traced.written,
-                drawing_layers=traced.drawing_layers,
-                scalar_losses=traced.scalar_losses,
-                unchanged_losses=traced.unchanged_losses,
-                loss_metrics=self._create_loss_metrics(traced.logged),
-                loss_scale=loss_scale,
-                assign_rate=assign_rate,
-                update_average=average.update if average else None,
-            )
-            if config.logical_replicas is not None:
-                refuse_states(self.hooks.create_train_metrics, components.list_logged_metrics())
-            self._trace_update(components)
-            with recording.record_as("create_metrics"):
-                evaluation = create_evaluation(components, config, recording)
-            self._trace_evaluation(components, evaluation)
+            components, average, precisions = self._create_components(forward, traced, rate)
+            tracer.trace_update(components)
+            with self.recording.record_as("create_metrics"):
+                evaluation = create_evaluation(components, self.config, self.recording)
+            tracer.trace_evaluation(components, evaluation)
             ckpt, manager = self._create_ckpt(components, rate)
         if loaded is not None:
             self._finish_initial_weights(forward.train_model, loaded)
         # TensorFlow creates save_counter on first access, which must not happen on a replica.
         _ = ckpt.save_counter
-        recording.fix()
-        if config.logical_replicas is not None:
-            generators = [*recording.generators, *recording.tf_generators]
-            components.generators.variables += generators
-            components.generators.initial_states = [state.numpy() for state in generators]
+        self.recording.fix()
+        if self.config.logical_replicas is not None:
+            self._add_generators(components)
         return State(
-            config=config,
+            config=self.config,
             run_dir=self.run.path,
             components=components,
             learning_rate=rate,
             average=average,
-            recording=recording,
-            data=data,
+            recording=self.recording,
+            data=self.data,
             evaluation=evaluation,
             cluster=self.cluster,
             ckpt=ckpt,
@@ -255,15 +176,121 @@ class _Builder:
             logical_replicas=config.logical_replicas,
         )
         with self.recording.record_as("create_dataset"):
-            self.data = Input(self.hooks, config, self.strategy, shape)
-        refuse_shared_caches(self.hooks.create_dataset, self.data.dataset, self.cluster)
-        return self.data
+            data = Input(self.hooks, config, self.strategy, shape)
+        refuse_shared_caches(self.hooks.create_dataset, data.dataset, self.cluster)
+        return data
+
+    def _create_step(self) -> tf.Variable:
+        """Creates the variable that contains the number of steps taken so far.
+
+        The step is created outside of the strategy's scope, so that it is one variable for all
+        replicas, and ``int(ckpt.step)`` works.
+        """
+        with self.recording.record_as("engine"), tf.device("CPU:0"):
+            step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+        # Hooks may read this step through TensorFlow. Traced steps set their own number instead.
+        tf.summary.experimental.set_step(step)
+        return step
+
+    def _create_learning_rate(self) -> LearningRate:
+        """Creates the learning rate that is passed to ``create_opt``."""
+        with self.recording.record_as("engine"):
+            return LearningRate(self.config.learning_rate)
+
+    def _create_forward_components(
+        self, step: tf.Variable, rate: LearningRate
+    ) -> ForwardComponents:
+        """Creates the model, the loss and the training metrics.
+
+        Args:
+            step: the number of steps taken so far
+            rate: the learning rate
+        """
+        shape = self.data.shape
+        train_model = self._create("create_model", per_replica_batch_size=shape.per_replica)
+        train_loss = self._create("create_loss")
+        train_metrics = self._create("create_train_metrics")
+        return ForwardComponents(
+            hooks=self.hooks,
+            strategy=self.strategy,
+            shape=shape,
+            train_model=train_model,
+            train_loss=train_loss,
+            lr=rate,
+            step_variable=step,
+            train_metrics=train_metrics,
+        )
+
+    def _create_components(
+        self, forward: ForwardComponents, traced: TracedForward, rate: LearningRate
+    ) -> tuple[Components, WeightAverage | None, list[str]]:
+        """Creates the optimizers, ``eval_model``, and what the settings need for a step.
+
+        Args:
+            forward: the components of the forward pass
+            traced: the results of tracing the forward pass
+            rate: the learning rate that is passed to ``create_opt``
+
+        Returns:
+            The components of a step, the moving average of the weights (None if ``ema`` is not
+            set), and the dtypes lower than float32 in which training computes.
+        """
+        optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables)
+        lr = make_rate_for_hooks(rate, optimizers)
+        precisions = self._find_low_precisions()
+        loss_scale = self._create_loss_scale(precisions)
+        assign_rate = self._choose_schedule(lr, rate)
+        average = self._create_average(traced.weights)
+        update_average = None
+        if average is not None:
+            update_average = average.update
+        eval_model = None
+        if self.hooks.create_eval_model is not None:
+            eval_model = self._create("create_eval_model", train_model=forward.train_model)
+        loss_metrics = self._create_loss_metrics(traced.logged)
+        components = Components(
+            hooks=forward.hooks,
+            strategy=forward.strategy,
+            shape=forward.shape,
+            train_model=forward.train_model,
+            train_loss=forward.train_loss,
+            lr=lr,
+            step_variable=forward.step_variable,
+            train_metrics=forward.train_metrics,
+            eval_model=eval_model,
+            optimizer=optimizer,
+            optimizers=optimizers,
+            written=traced.written,
+            drawing_layers=traced.drawing_layers,
+            scalar_losses=traced.scalar_losses,
+            unchanged_losses=traced.unchanged_losses,
+            loss_metrics=loss_metrics,
+            loss_scale=loss_scale,
+            assign_rate=assign_rate,
+            update_average=update_average,
+        )
+        if self.config.logical_replicas is not None:
+            refuse_states(self.hooks.create_train_metrics, components.list_logged_metrics())
+        return components, average, precisions
+
+    def _add_generators(self, components: Components) -> None:
+        """Adds all random generators to the components, so that logical replicas can set them."""
+        variables = [*self.recording.generators, *self.recording.tf_generators]
+        components.generators.variables += variables
+        components.generators.initial_states = [variable.numpy() for variable in variables]
 
     def _find_low_precisions(self) -> list[str]:
         """Returns the dtypes lower than float32 in which layers compute."""
         dtypes = {self.config.precision}
         dtypes |= {layer.compute_dtype for layer in self.recording.layers}
         return sorted(dtypes & {"bfloat16", "float16"})
+
+    def _create_loss_scale(self, precisions: list[str]) -> LossScale | None:
+        """Creates the loss scale; returns None if no layer computes in float16."""
+        if "float16" not in precisions:
+            return None
+        with self.recording.record_as("engine"):
+            return LossScale()
 
     def _create_average(self, weights: list[Variable]) -> WeightAverage | None:
         """Creates the moving average of the weights; returns None if ``ema`` is not set."""
@@ -288,7 +315,8 @@ class _Builder:
         rate.is_used = "lr" in named
         is_scheduled = config.lr_schedule != "constant" or config.warmup > 0
         if is_scheduled and lr is rate and rate.is_used:
-            return RateSchedule(config, rate).apply
+            with self.recording.record_as("engine"):
+                return RateSchedule(config, rate).apply
         if "config" in named:  # a hook may apply lr_schedule and warmup itself
             return None
         if is_scheduled:
@@ -337,69 +365,6 @@ class _Builder:
             self.recording.add_model(name, created)
         return created
 
-    @contextlib.contextmanager
-    def _scratch(self, hook: str, spec: BatchSpec) -> Iterator[tuple[tf.Graph, Batch]]:
-        """Yields a graph for tracing hooks without running any op, and a placeholder batch.
-
-        Variables that are created in this graph exist outside of it as well. Variables that the
-        graph reads but that were created elsewhere, such as at import, are recorded. The graph does
-        not belong to a tf.function, because random generators cannot be created there on several
-        replicas.
-
-        Args:
-            hook: the name of the hook under which new variables are recorded
-            spec: the specification of the batch
-        """
-        recording = self.recording
-        strategy = self.strategy
-        with (
-            recording.record_as(hook),
-            FirstReplica(strategy, find_first_replica(strategy)),
-            compat.make_scratch_graph("build").as_default() as graph,
-        ):
-            yield graph, make_placeholders(spec)
-        components = list_local_components(strategy, list(recording.variables.values()))
-        known = {id(component) for component in components}
-        for variable in compat.find_captured_variables(graph, strategy):
-            if id(variable) not in known:
-                recording.add(variable, "elsewhere")
-
-    def _trace_forward(self, forward: ForwardComponents) -> TracedForward:
-        """Runs the forward hooks once on placeholders, so that all their variables exist.
-
-        No layer is frozen meanwhile, because an optimizer also needs to know the variables that
-        hooks unfreeze later.
-        """
-        recording = self.recording
-        objectives: list[tuple[str, ReplicaObjective]] = []
-        spec = self.data.share_spec
-        with unfreeze(recording), self._scratch("create_model", spec) as (graph, batch):
-            for turn in TraceContext(forward).list_turns():
-                result = compute_objectives(turn, batch, 1)
-                objectives += result.objectives.items()
-                with recording.record_as("create_train_metrics"):
-                    update_train_metrics(turn, result, None)
-            weights = trainable_variables(forward.train_model)
-        operations = list(compat.add_called_ops(graph.get_operations()))
-        compare_forward(self.cluster, self.hooks, operations)
-        refuse_scaled_losses(self.hooks, operations)
-        if self.config.logical_replicas is not None:
-            refuse_layers(self.hooks, recording.layers)
-        if self.config.accumulate_steps > 1:
-            refuse_exchanges(self.hooks, operations)
-        variables = self._collect_variables(objectives, weights)
-        return TracedForward(
-            variables=variables,
-            weights=weights,
-            written=self._find_written(graph, forward),
-            drawing_layers=find_drawing_layers(recording.layers, self._find_drawn(graph)),
-            scalar_losses=frozenset(name for name, objective in objectives if objective.is_scalar),
-            unchanged_losses=frozenset(
-                name for name, objective in objectives if objective.has_unchanged_loss
-            ),
-            logged=[name for _, objective in objectives for name in objective.logged],
-        )
-
     def _load_initial_weights(self, train_model: Model) -> InitialWeights | None:
         """Loads the weights that ``init_from`` names, if the run starts from scratch.
 
@@ -425,73 +390,10 @@ class _Builder:
         for line in loaded.describe():
             self.console.say(line)
 
-    def _collect_variables(
-        self, objectives: list[tuple[str, ReplicaObjective]], weights: list[Variable]
-    ) -> VariablesByObjective:
-        """Returns the variables of each objective; a single objective includes all weights."""
-        by_identity: dict[str, dict[int, Variable]] = {}
-        for name, objective in objectives:
-            variables = list(objective.variables)
-            if name == SINGLE_OBJECTIVE:
-                variables += weights
-            identified = {id(variable): variable for variable in variables}
-            by_identity.setdefault(name, {}).update(identified)
-        collected = {name: list(variables.values()) for name, variables in by_identity.items()}
-        for name, variables in collected.items():
-            problem = find_untrainable(variables, self.strategy)
-            if problem is not None:
-                returned = f"returned for {name!r}" if name else "returned"
-                raise self.hooks.grad_pre.reject(f"{returned} {problem}.")
-        return collected
-
-    def _find_drawn(self, graph: tf.Graph) -> set[int]:
-        """Returns the ids of the variables of Keras generators that a graph reads."""
-        captured = {id(outer) for outer, _ in graph.captures}
-        local_results = self.strategy.experimental_local_results
-        return {
-            id(state)
-            for state in self.recording.generators
-            if any(id(component.handle) in captured for component in local_results(state))
-        }
-
     def _create_loss_metrics(self, names: Iterable[str]) -> dict[str, keras.Metric]:
         """Creates a mean metric for each logged part of the loss."""
         with self.recording.record_as("create_train_metrics"):
             return {name: keras.metrics.Mean(name) for name in dict.fromkeys(names)}
-
-    def _find_written(
-        self, graph: tf.Graph, forward: ForwardComponents
-    ) -> tuple[WrittenVariable, ...]:
-        """Returns the variables that a graph writes, except random generators and metrics."""
-        recording = self.recording
-        metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
-        generators = recording.generators
-        if self.config.logical_replicas is not None:  # each logical replica has its own states
-            generators += recording.tf_generators
-        ignored = {id(unwrap(v)) for v in (*generators, *metrics)}
-        max_stretch = {
-            id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
-            for layer in recording.layers
-            if not getattr(layer, "synchronized", True)
-            for statistic in find_moving_statistics([layer])
-        }
-        written = []
-        for variable in recording.find_written(graph, self.strategy):
-            if id(variable) in ignored:
-                continue
-            is_sum = is_summed(variable)
-            has_replicas = self.strategy.num_replicas_in_sync > 1
-            if self.config.logical_replicas is not None:
-                is_sum = id(variable) in recording.summed
-                has_replicas = True  # a run on one device may be resumed on several devices
-            is_shared = id(variable) not in max_stretch and not is_sum
-            if is_shared and has_replicas and variable.dtype == tf.string:
-                raise self.hooks.create_model.reject(
-                    f"the forward pass assigns {name_variable(variable)}, a string variable, "
-                    "which replicas cannot exchange; use a number instead."
-                )
-            written.append(WrittenVariable(variable, max_stretch.get(id(variable)), is_shared))
-        return tuple(written)
 
     def _create_optimizers(
         self, forward: ForwardComponents, rate: LearningRate, variables: VariablesByObjective
@@ -548,100 +450,3 @@ class _Builder:
         build = getattr(optimizer, "build", None)
         if callable(build) and not getattr(optimizer, "built", False):
             call_made(hook, build, variables)
-
-    def _trace_update(self, components: Components) -> None:
-        """Runs ``update_pre`` on placeholders, so that it creates its variables."""
-        kept = frozenset(PIECES) & {*self.hooks.update_pre.arguments}
-        with self._scratch("update_pre", self.data.share_spec) as (_, batch):
-            for turn in TraceContext(components).list_turns():
-                contribution, variables = forward_backward(turn, 1, kept, Share(batch))
-                call_update_pre(turn, 1, variables, contribution, contribution)
-
-    def _trace_evaluation(self, components: Components, evaluation: Evaluation | None) -> None:
-        """Evaluates placeholders, so that eval_model and the metrics create all their variables."""
-        context = TraceContext(components)
-        if evaluation is None:
-            with self._scratch_evaluation(context, self.data.share_spec):
-                pass
-            return
-        for evaluation_set in evaluation.sets.values():
-            with self._scratch_evaluation(context, evaluation_set.spec) as batch:
-                add_batch(context, evaluation_set, batch, None)
-                evaluation_set.names = [
-                    scalar
-                    for name, metric in evaluation_set.metrics.items()
-                    for scalar in name_scalars(name, metric.result())
-                ]
-
-    @contextlib.contextmanager
-    def _scratch_evaluation(self, context: StepContext, spec: BatchSpec) -> Iterator[Batch]:
-        """Calls ``eval_model`` in a graph that is never run, and yields the batch it was called on.
-
-        On exit, the graph is rejected if it scales a loss.
-        """
-        with compat.run_layers(False), self._scratch("create_metrics", spec) as (graph, batch):
-            if context.components.eval_model is not None:
-                with self.recording.record_as("create_eval_model"):
-                    run_model(context, batch, training=False)
-            yield batch
-        refuse_scaled_losses(self.hooks, compat.add_called_ops(graph.get_operations()))
-
-
-class TracedForward(NamedTuple):
-    """The results of tracing the forward hooks once.
-
-    Attributes:
-        variables: the variables to train by objective, including those of frozen layers
-        weights: the trainable variables of the model
-        written: the variables that the forward pass writes
-        drawing_layers: the kinds of layers that draw random numbers
-        scalar_losses: the objectives whose loss is a single number per batch
-        unchanged_losses: the objectives whose loss ``grad_pre`` returned unchanged
-        logged: the names of the logged parts of the loss
-    """
-
-    variables: VariablesByObjective
-    weights: list[Variable]
-    written: tuple[WrittenVariable, ...]
-    drawing_layers: list[str]
-    scalar_losses: frozenset[str]
-    unchanged_losses: frozenset[str]
-    logged: list[str]
-
-
-def find_untrainable(
-    variables: Collection[Variable], strategy: tf.distribute.Strategy
-) -> str | None:
-    """Returns why the variables of an objective cannot be trained; None if they can.
-
-    The returned text names the first such variable.
-
-    Args:
-        variables: the variables of the objective
-        strategy: the strategy whose replicas train
-    """
-    if not variables:
-        return (
-            "there is nothing to train: Keras tracks variables that are created by "
-            "add_weight, or by layers assigned in __init__ or build, but no plain tf.Variable"
-        )
-    for variable in variables:
-        reason = _explain_untrainable(variable, strategy)
-        if reason is not None:
-            return f"{name_variable(variable)}, which {reason}"
-    return None
-
-
-def _explain_untrainable(variable: Variable, strategy: tf.distribute.Strategy) -> str | None:
-    """Returns why a variable cannot be trained; None if it can."""
-    is_created_here = strategy.extended.variable_created_in_scope
-    if strategy.num_replicas_in_sync > 1 and not is_created_here(unwrap(variable)):
-        return (
-            "was created outside the hooks, so the replicas have no copies of it; create it "
-            "in create_model"
-        )
-    if tf.as_dtype(variable.dtype) == tf.float16:
-        return "has the dtype float16, in which most updates are rounded away; use mixed_float16"
-    if getattr(variable, "overwrite_with_gradient", False):  # quantize("float8") sets this
-        return "has a gradient that overwrites it, and replicas cannot add up such gradients"
-    return None

@@ -202,15 +202,15 @@ def update_logical_replicas(
     if context.compilation is Compilation.REPLICA:
         function = partial(_run_compiled_leaf, context, function)
     computation = LogicalReplicas(context, replicas.run)
-    contribution, total, variables = computation.compute(global_batch.deal(0), examples, function)
+    total, variables = computation.compute(global_batch.deal(0), examples, function)
     with refuse_random_ops(context, obstacle="that of logical replicas never is"):
         summed = replicas.run(partial(unscale_sums, context), total)
         updates = replicas.run(
             partial(_call_update_pre_alike, context, computation, examples, variables),
-            contribution,
+            total,
             summed,
         )
-        flags = replicas.run(partial(compute_flags, context), contribution, summed)
+        flags = replicas.run(partial(compute_flags, context), total, summed)
         apply_updates(context, replicas, variables, summed, updates)
     replicas.run(partial(computation.states.assign, BETWEEN_STEPS))
     return StepResult(
@@ -219,8 +219,8 @@ def update_logical_replicas(
         update_gradients=updates.applied,
         display_gradients=updates.displayed,
         variables=variables,
-        output=contribution.output,
-        batch=contribution.batch,
+        output=total.output,
+        batch=total.batch,
         flags=[flags],
         are_equal=computation.are_equal,
     )
@@ -231,7 +231,7 @@ def _call_update_pre_alike(
     computation: LogicalReplicas,
     examples: Count,
     variables: VariablesByObjective,
-    contribution: Contribution,
+    total: Contribution,
     summed: Contribution,
 ) -> Updates:
     """Calls ``update_pre`` on a device, as if the device were logical replica 0.
@@ -240,7 +240,7 @@ def _call_update_pre_alike(
     """
     with enter_logical_replica(0, context.components.shape.shares):
         computation.states.assign(UPDATE)
-        return call_update_pre(context, examples, variables, contribution, summed)
+        return call_update_pre(context, examples, variables, total, summed)
 
 
 def compute_contribution(

@@ -33,7 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.checkpoint.finite import FiniteWeights
-from ctl_core.checkpoint.position import UNREADABLE, InputPosition
+from ctl_core.checkpoint.position import UNREADABLE, InputPosition, SavedPosition
 from ctl_core.checkpoint.record import Damaged, Record, find_user_part, list_files, read_record
 from ctl_core.checkpoint.retention import keep_and_remove, sweep
 from ctl_core.checkpoint.source import Source
@@ -275,10 +275,10 @@ class Checkpoints:
             intra_op_threads=state.config.intra_op_threads,
             generators=[state.tolist() for state in state.components.generators.initial_states],
         )
-        position: list[tf.Tensor] = []
+        position = SavedPosition()
         # All processes read the same data, so it is enough to save the position of the chief.
         if self._cluster.task.chief:
-            position = self._position.take(record)
+            position = self._position.read()
         with write_together(state, step):
             engine.mkdir(parents=True, exist_ok=True)
             self._remove_files(step)

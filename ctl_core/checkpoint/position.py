@@ -7,8 +7,9 @@ the position.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -37,6 +38,19 @@ _STATEFUL_OPS = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless", "RngReadA
 
 # The minimum size of a saved position that is reported to the user (bytes).
 LARGE_POSITION = 10_000_000
+
+
+class SavedPosition(NamedTuple):
+    """A position in the training data. Both attributes are empty if no position can be saved.
+
+    Attributes:
+        reader: the position of a reader in Python, as a string; empty for a tf.data pipeline
+        tensors: the batches that were read ahead, and the position of a tf.data pipeline; empty for
+            a reader
+    """
+
+    reader: str = ""
+    tensors: Sequence[tf.Tensor] = ()
 
 
 class InputPosition:
@@ -82,27 +96,18 @@ class InputPosition:
             "folder": os.getcwd(),
         }
 
-    def take(self, record: Record) -> list[tf.Tensor]:
-        """Reads the current position.
+    def read(self) -> SavedPosition:
+        """Reads the current position, which is empty if no position can be saved.
 
-        Returns:
-            The tensors to pass to ``write``. The list is empty in two cases: the position is a
-            string, which is stored in the record instead, or the position cannot be saved.
+        Prints a warning in this case, unless the pipeline fills a cache or contains a snapshot.
         """
-        data = self._state.data
+        if self._state.data.reader is None and self._is_filling_cache():
+            # A resumed run reads and drops at most one pass of the data, and fills the cache again.
+            return SavedPosition()
         obstacle = self._obstacle
-        if data.reader is None and self._is_filling_cache():
-            # No position is saved. A resumed run reads and drops at most one pass of the data, and
-            # fills the cache again.
-            return []
         if obstacle is None:
             try:
-                if data.reader is None:
-                    held = [variable.read_value() for variable in data.held]
-                    return [*held, read_position(data.stream)]
-                record.reader = data.reader.write_position()
-                record.input_saved = True
-                return []
+                return self._read_exactly()
             except (ValueError, tf.errors.FailedPreconditionError) as error:
                 obstacle = format_error(error, 120)
         self._console.warn(
@@ -110,7 +115,20 @@ class InputPosition:
             "resumed run will read the data again from the start and drop what was used. For "
             "random changes to examples, see ctl.data.with_seeds."
         )
-        return []
+        return SavedPosition()
+
+    def _read_exactly(self) -> SavedPosition:
+        """Reads the current position, which can be restored exactly.
+
+        Raises:
+            ValueError: the state of the reader contains a value that cannot be saved.
+            FailedPreconditionError: a stage of the pipeline cannot be saved.
+        """
+        data = self._state.data
+        if data.reader is not None:
+            return SavedPosition(reader=data.reader.write_position())
+        held = [variable.read_value() for variable in data.held]
+        return SavedPosition(tensors=[*held, read_position(data.stream)])
 
     def _is_filling_cache(self) -> bool:
         """Returns whether the position depends on an unfinished cache file or on a snapshot.
@@ -121,9 +139,19 @@ class InputPosition:
         dataset = self._state.data.dataset
         return self._caches and (has_snapshot(dataset) or bool(list_unfinished_caches(dataset)))
 
-    def write(self, tensors: list[tf.Tensor], record: Record, prefix: Path) -> None:
-        """Writes the tensors from ``take``, and notes in the record whether they are complete."""
-        if tensors:
+    def write(self, position: SavedPosition, record: Record, prefix: Path) -> None:
+        """Writes a position to the record or to a file.
+
+        Args:
+            position: the result of ``read``
+            record: the record of the checkpoint, in which ``reader`` and ``input_saved`` are set
+            prefix: the prefix of the file
+        """
+        tensors = position.tensors
+        if position.reader:
+            record.reader = position.reader
+            record.input_saved = True
+        elif tensors:
             tf.raw_ops.SaveV2(tensors=tensors, **_name_tensors(prefix, len(tensors)))
             record.input_saved = has_draws(prefix, self._state.data.dataset)
             self._weigh(prefix)
@@ -151,7 +179,7 @@ class InputPosition:
         if obstacle is None:
             try:
                 if data.reader is None:
-                    self._read(prefix)
+                    self._restore_stream(prefix)
                 else:
                     obstacle = data.reader.go_to(record.reader)
             except UNREADABLE:
@@ -166,7 +194,8 @@ class InputPosition:
         )
         data.begin_anew(skip=examples)
 
-    def _read(self, prefix: Path) -> None:
+    def _restore_stream(self, prefix: Path) -> None:
+        """Restores the position of a tf.data pipeline from a file."""
         data = self._state.data
         dtypes = [*(variable.dtype for variable in data.held), tf.variant]
         *held, position = tf.raw_ops.RestoreV2(dtypes=dtypes, **_name_tensors(prefix, len(dtypes)))

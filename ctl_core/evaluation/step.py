@@ -176,7 +176,7 @@ class EvaluationStep:
         def run_device(batch: Batch) -> tuple[DeviceResult, list[tf.Tensor]]:
             device = get_device_number()
             before = [variable.read_value() for variable in sums]
-            return leaf_sum.compute(device, self._define_leaf(batch, sums)), before
+            return leaf_sum.add_up_device(device, self._define_leaf(batch, sums)), before
 
         def finish(before: list[tf.Tensor], totals: list[tf.Tensor]) -> None:
             for variable, value, total in zip(sums, before, totals, strict=True):

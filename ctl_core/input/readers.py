@@ -10,9 +10,15 @@ A position has three parts: the state before the element that contains the last 
 number of examples of this element that were used, and a checksum of the element. The checksum
 detects readers that return different elements after their state is restored.
 
+For example, if each element has 4 examples and training has used 6, the position consists of the
+state before the second element, the number 2, and the checksum of the second element. A resumed run
+reads the second element again, and drops its first 2 examples.
+
 TensorFlow prefetches elements before training uses them. Therefore, each element is stored until
 training reports that its examples have been used. The index of its first example, counted over all
-examples that steps use, is stored with it.
+examples that steps use, is stored with it. In the example, the resumed run uses the third example
+of the second element first. This example has the index 0, so the first example of the second
+element has the index -2, and the first example of the third element has the index 2.
 """
 
 from __future__ import annotations
@@ -51,7 +57,6 @@ Literals: TypeAlias = Any
 # The state before an element, the number of used examples in the element, and its checksum.
 Position: TypeAlias = tuple[ReaderState, int, int]
 
-_END = object()
 # Objects of these types are not accepted as readers. Most can be iterated over, but their items are
 # not batches.
 _NO_READERS = (str, bytes, list, tuple, dict, set, np.ndarray, tf.Tensor, type)
@@ -95,12 +100,29 @@ class StateMethods(NamedTuple):
     get_state: Callable[[], ReaderState]
     set_state: Callable[[ReaderState], object]
 
+    def copy_state(self) -> ReaderState:
+        """Returns a copy of the state, which does not change when the object is read."""
+        return copy.deepcopy(self.get_state())
+
+    def restore(self, state: ReaderState | None) -> None:
+        """Sets the state of the object to a copy of ``state``; None leaves it unchanged."""
+        if state is not None:
+            self.set_state(copy.deepcopy(state))
+
 
 class DrawnElement(NamedTuple):
-    """An element, and the state of its reader immediately before the element was read."""
+    """An element that was read from a reader.
+
+    Attributes:
+        state: the state of the reader immediately before the element was read
+        element: the element itself
+        used: the number of its first examples that had been used when the position was saved; 0 for
+            all elements except the first one after a restored position
+    """
 
     state: ReaderState
     element: Element
+    used: int = 0
 
 
 class UsedElement(NamedTuple):
@@ -108,7 +130,8 @@ class UsedElement(NamedTuple):
 
     Attributes:
         first_example: the index of the element's first example, counted over all examples that
-            steps use
+            steps use from this reading; negative if the example had been used when the position was
+            saved
         state: the state of the reader immediately before the element was read
         element: the element itself
     """
@@ -123,20 +146,14 @@ class Reading:
 
     Attributes:
         passes: an iterator over elements, which yields None after each pass
-        skipped: the number of examples in the next element that had already been used when the
-            position was saved
         is_taken: whether a dataset already reads these elements
     """
 
     def __init__(
-        self,
-        passes: Iterator[DrawnElement | None],
-        position: Position | None = None,
-        skipped: int = 0,
+        self, passes: Iterator[DrawnElement | None], position: Position | None = None
     ) -> None:
         """Starts at a position; None means the start of the data."""
         self.passes = passes
-        self.skipped = skipped
         self.is_taken = False
         self._position = position
         self._examples_used = 0
@@ -328,7 +345,7 @@ class Reader:
             position = decode(ast.literal_eval(text))
             if position is None:  # no example had been used when the position was saved
                 return None
-            state, skipped, checksum = position
+            state, used, checksum = position
             self._reading.is_taken = True  # on failure, the next dataset reads from the start
             passes = self._open(state)
             drawn = next(passes)
@@ -338,8 +355,14 @@ class Reader:
                 )
         except Exception as error:
             return f"the reader cannot restore its state: {format_error(error)}"
-        self._reading = Reading(itertools.chain([drawn], passes), position, skipped)
+        first = drawn._replace(used=used)
+        self._reading = Reading(itertools.chain([first], passes), position)
         return None
+
+    def discard_position(self) -> None:
+        """Lets the next dataset read from the start of the data, even if ``go_to`` succeeded."""
+        if self._reading.find_position() is not None:
+            self._reading.is_taken = True
 
 
 class _PassGenerator:
@@ -375,19 +398,21 @@ class _PassGenerator:
             drawn = self._reader.draw_next(self._reading)
 
     def _drop_used(self, reading: Reading, drawn: DrawnElement) -> Element | None:
-        """Returns an element without the examples that were used earlier; None if none is left."""
-        skipped = reading.skipped
-        examples = 0
-        if self._count is not None:
-            examples = self._count(drawn.element)
-            reading.skipped = 0
-            reading.add(UsedElement(self._examples - skipped, drawn.state, drawn.element))
-            self._examples += examples - skipped
-        if skipped == 0:
+        """Returns an element without the examples that were used earlier; None if none is left.
+
+        If the position of the dataset is saved, ``reading`` keeps the whole element.
+        """
+        if self._count is None:  # the position of the dataset is neither saved nor restored
             return drawn.element
-        if skipped >= examples:
+        examples = self._count(drawn.element)
+        first_example = self._examples - drawn.used
+        reading.add(UsedElement(first_example, drawn.state, drawn.element))
+        self._examples = first_example + examples
+        if drawn.used == 0:
+            return drawn.element
+        if drawn.used >= examples:
             return None
-        return tf.nest.map_structure(lambda array: _drop_rows(array, skipped), drawn.element)
+        return tf.nest.map_structure(lambda array: _drop_rows(array, drawn.used), drawn.element)
 
 
 def _drop_rows(array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
@@ -413,25 +438,38 @@ def _read_passes(
     if isinstance(readable, keras.utils.PyDataset):
         passes = _PyDatasetPasses(readable)
     methods_of_passes = _find_state_methods(passes)
-    if methods_of_passes is not None and state is not None:
-        methods_of_passes.set_state(copy.deepcopy(state))
+    if methods_of_passes is not None:
+        methods_of_passes.restore(state)
     while True:
         iterator = iter(passes)
         methods = methods_of_passes
         if methods is None:
             methods = _find_state_methods(iterator)
-            if methods is not None and state is not None:
-                methods.set_state(copy.deepcopy(state))
-        state = None
-        while True:
-            state_before = None
             if methods is not None:
-                state_before = copy.deepcopy(methods.get_state())
-            element = next(iterator, _END)
-            if element is _END:
-                break
-            yield DrawnElement(state_before, _make_arrays(element))
+                methods.restore(state)
+        yield from _read_pass(iterator, methods)
         yield None
+        state = None  # all later passes are read from their start
+
+
+def _read_pass(
+    iterator: Iterator[Structure], methods: StateMethods | None
+) -> Iterator[DrawnElement]:
+    """Yields the elements of one pass, each with the state before it.
+
+    Args:
+        iterator: an iterator over the pass
+        methods: the methods that get and set the state; None if there is no state
+    """
+    while True:
+        state = None
+        if methods is not None:
+            state = methods.copy_state()
+        try:
+            element = next(iterator)
+        except StopIteration:
+            return
+        yield DrawnElement(state, _make_arrays(element))
 
 
 def _find_state_methods(readable: Readable) -> StateMethods | None:

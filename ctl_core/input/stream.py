@@ -207,6 +207,9 @@ class Input:
 
     def begin_anew(self, skip: int = 0) -> None:
         """Restarts the data from the beginning, and skips the first ``skip`` examples."""
+        # This process may have restored its position although another process could not.
+        if self.reader is not None:
+            self.reader.discard_position()
         with draw_from(get_seed_generator()):
             data = self._data_hooks.call(self._sharing.per_replica_batch_size, self._reader)
             self._reader = data.reader

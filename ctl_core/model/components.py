@@ -84,6 +84,11 @@ class WrittenVariable:
     max_stretch: float | None
     is_shared: bool
 
+    @property
+    def is_moving_statistic(self) -> bool:
+        """True if each replica computes a moving statistic from its own rows."""
+        return self.max_stretch is not None
+
 
 @dataclasses.dataclass
 class Generators:

@@ -400,35 +400,25 @@ def settle_written(
     before: list[tf.Tensor],
     rows: tf.Tensor,
     present: tf.Tensor | None,
-    rows_of_all: tf.Tensor,
+    together: tf.Tensor,
 ) -> Contribution:
-    """Scales the changes that a micro-batch made to variables by the replica's number of rows.
+    """Gives each example the same influence, although replicas have different numbers of rows.
 
-    A moving statistic that each replica computes from its own rows is averaged over the replicas
-    later. If one of N replicas has r of all R rows, its change of the statistic is multiplied by N
-    r / R, so that every example has the same influence. A replica without rows gets the shared
-    variables of the first replica, which has rows if any replica has. The placeholder batch of a
-    replica without rows has no effect.
+    The changes of moving statistics are scaled by the replica's number of rows. On a replica
+    without rows, the placeholder batch has no effect: shared variables get the values of the first
+    replica, and all other written variables keep the values that they had before.
 
     Args:
         components: the components of the step
         contribution: the result of ``forward_backward``
         before: the values of the written variables before ``forward_backward``, see
             ``read_written``
-        rows, present, rows_of_all: the fields ``rows``, ``present`` and ``together`` of the share,
-            see ``batches.Share``
+        rows, present, together: the fields of the replica's share, see ``batches.Share``
 
     Returns:
         The contribution, without the rows of a placeholder batch.
     """
-    ratio = tf.cast(components.shape.replicas * rows, tf.float32)
-    ratio = tf.math.divide_no_nan(ratio, tf.cast(rows_of_all, tf.float32))
-    for written, value in zip(components.written, before, strict=True):
-        after = written.variable.read_value()
-        if written.max_stretch is not None:
-            stretch = tf.cast(tf.minimum(ratio, written.max_stretch), after.dtype)
-            after = tf.where(ratio == 1.0, after, value + stretch * (after - value))
-        written.variable.assign(tf.where(rows > 0, after, value))
+    _scale_changes(components, before, rows, together)
     if present is None:
         return contribution
     _share_first_values(components, present)
@@ -438,8 +428,39 @@ def settle_written(
     )
 
 
+def _scale_changes(
+    components: Components, before: list[tf.Tensor], rows: tf.Tensor, together: tf.Tensor
+) -> None:
+    """Scales the changes of moving statistics by the number of rows of this replica.
+
+    A moving statistic that each replica computes from its own rows is averaged over the replicas
+    later. If one of N replicas has r of all R rows, its change of the statistic is multiplied by N
+    r / R, so that every example has the same influence. On a replica without rows, no written
+    variable changes.
+
+    Args:
+        components: the components of the step
+        before: the values of the written variables before the forward pass
+        rows: the number of rows of this replica
+        together: the number of rows of all replicas
+    """
+    ratio = tf.cast(components.shape.replicas * rows, tf.float32)
+    ratio = tf.math.divide_no_nan(ratio, tf.cast(together, tf.float32))
+    for written, value in zip(components.written, before, strict=True):
+        after = written.variable.read_value()
+        if written.is_moving_statistic:
+            stretch = tf.cast(tf.minimum(ratio, written.max_stretch), after.dtype)
+            has_mean_share = ratio == 1.0  # R / N rows: rounding must not change the statistic
+            scaled = value + stretch * (after - value)
+            after = tf.where(has_mean_share, after, scaled)
+        written.variable.assign(tf.where(rows > 0, after, value))
+
+
 def _share_first_values(components: Components, present: tf.Tensor) -> None:
-    """Copies the first replica's shared variables to each replica without rows."""
+    """Copies the first replica's shared variables to each replica without rows.
+
+    The first replica has rows if any replica has.
+    """
     shared = [written.variable for written in components.written if written.is_shared]
     if not shared:
         return

@@ -69,11 +69,14 @@ class LeafResult(NamedTuple):
         compared: the values that have to be equal on all logical replicas
         pieces: the tensors of this logical replica that are passed to host hooks; they may be
             ragged or sparse
+        sparse_rows: for each sparse gradient in ``summed``, the maximum number of rows that it can
+            have in any step, and the number of rows of its variable; both are Python numbers
     """
 
     summed: list[Gradient]
     compared: list[tf.Tensor]
     pieces: list[AnyTensor]
+    sparse_rows: Sequence[tuple[int, int]] = ()
 
 
 class DeviceResult(NamedTuple):
@@ -96,53 +99,79 @@ class DeviceResult(NamedTuple):
     pieces: list[list[AnyTensor]]
 
 
+class BucketLayout:
+    """The layout of the sums of a logical replica in buckets, which is the same on all devices.
+
+    The dense tensors share buckets. Each sparse gradient has a bucket of its own.
+
+    Attributes:
+        packing: the assignment of the dense tensors to buckets
+        sparse_rows: for each sparse gradient, its maximum number of rows in one logical replica,
+            and the number of rows of its variable
+    """
+
+    def __init__(self, result: LeafResult) -> None:
+        """Plans the layout for the results of a logical replica."""
+        self._are_sparse = [isinstance(tensor, tf.IndexedSlices) for tensor in result.summed]
+        dense = [tensor for tensor in result.summed if not isinstance(tensor, tf.IndexedSlices)]
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in dense]
+        self.packing = Packing(specs, BUCKET_BYTES)
+        self.sparse_rows = result.sparse_rows
+
+    def pack(self, summed: list[Gradient]) -> Buckets:
+        """Returns the buckets of a logical replica."""
+        dense = [tensor for tensor in summed if not isinstance(tensor, tf.IndexedSlices)]
+        sparse = [tensor for tensor in summed if isinstance(tensor, tf.IndexedSlices)]
+        return [*self.packing.pack(dense), *sparse]
+
+    def unpack(self, buckets: Buckets) -> list[Gradient]:
+        """Returns the tensors that buckets contain, in the order of ``LeafResult.summed``."""
+        dense_buckets = len(self.packing.buckets)
+        dense = iter(self.packing.unpack(buckets[:dense_buckets]))
+        sparse = iter(buckets[dense_buckets:])
+        return [next(sparse if is_sparse else dense) for is_sparse in self._are_sparse]
+
+
 class LeafSum:
     """Computes the logical replicas, which are the leaves of the tree, and adds them up.
 
     Attributes:
-        packing: the assignment of the dense tensors to buckets; None until the first device is
-            traced
-        sparse_rows: for each sparse gradient, its maximum number of rows in one logical replica,
-            and the number of rows of its variable
+        layout: the layout of the sums in buckets; None until the first device is traced
         ranges: for each device of all processes, the indices of its logical replicas
     """
 
     def __init__(self, leaves: int, devices: int) -> None:
-        self.packing: Packing | None = None
-        self.sparse_rows: list[tuple[int, int]] = []
-        self._are_sparse: list[bool] = []
+        """Prepares a sum.
+
+        Args:
+            leaves: the number of logical replicas
+            devices: the number of devices of all processes
+        """
+        self.layout: BucketLayout | None = None
         self.ranges = split_leaves(leaves, devices)
         self._leaves = leaves
-        self._most_roots = max(len(list_roots(leaves, leaves_)) for leaves_ in self.ranges)
+        self._most_leaves = max(map(len, self.ranges))
+        self._most_roots = max(
+            len(list_roots(leaves, device_leaves)) for device_leaves in self.ranges
+        )
 
-    def compute(self, device: int, compute: Callable[[tf.Tensor], LeafResult]) -> DeviceResult:
-        """Computes the logical replicas of one device.
+    def add_up_device(self, device: int, leaf: Callable[[tf.Tensor], LeafResult]) -> DeviceResult:
+        """Computes the logical replicas of one device, and adds them up as far as possible.
 
         Args:
             device: the index of the device
-            compute: a function that computes the logical replica with a given index, an int32
-                scalar
+            leaf: a function that computes the logical replica with a given index, an int32 scalar
         """
-
-        @tf.function(
-            autograph=False,
-            input_signature=[tf.TensorSpec([], tf.int32)],
-            experimental_attributes=_NOT_INLINED,
-        )
-        def compute_leaf(index: tf.Tensor) -> LeafResult:
-            result = compute(index)
-            return result._replace(summed=self._pack(result.summed))
-
-        walk = DeviceWalk(compute_leaf.get_concrete_function())
+        walk = DeviceWalk(self._trace_leaf(leaf))
         roots = [
-            add_up(root, walk.compute_leaf, walk.add)
+            add_up(root, walk.compute_if_leaf, walk.add)
             for root in list_roots(self._leaves, self.ranges[device])
         ]
         # Pad the roots, because all replicas of a strategy have to return the same structure.
         while len(roots) < self._most_roots:
             roots.append([make_empty(bucket) for bucket in roots[0]])
         pieces = [[make_vector(piece) for piece in leaf_pieces] for leaf_pieces in walk.pieces]
-        while len(pieces) < max(map(len, self.ranges)):
+        while len(pieces) < self._most_leaves:
             pieces.append([take_rows(piece, 0, 0) for piece in pieces[0]])
         return DeviceResult(
             roots,
@@ -151,18 +180,23 @@ class LeafSum:
             pieces,
         )
 
-    def _pack(self, summed: list[Gradient]) -> Buckets:
-        """Packs the dense tensors of a logical replica into buckets.
+    def _trace_leaf(
+        self, leaf: Callable[[tf.Tensor], LeafResult]
+    ) -> tf.types.experimental.ConcreteFunction:
+        """Returns a graph function that computes a logical replica, and packs its sums."""
 
-        Each sparse tensor becomes a separate bucket.
-        """
-        dense = [tensor for tensor in summed if not isinstance(tensor, tf.IndexedSlices)]
-        sparse = [tensor for tensor in summed if isinstance(tensor, tf.IndexedSlices)]
-        if self.packing is None:
-            specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in dense]
-            self.packing = Packing(specs, BUCKET_BYTES)
-            self._are_sparse = [isinstance(tensor, tf.IndexedSlices) for tensor in summed]
-        return [*self.packing.pack(dense), *sparse]
+        @tf.function(
+            autograph=False,
+            input_signature=[tf.TensorSpec([], tf.int32)],
+            experimental_attributes=_NOT_INLINED,
+        )
+        def compute_leaf(index: tf.Tensor) -> LeafResult:
+            result = leaf(index)
+            if self.layout is None:
+                self.layout = BucketLayout(result)
+            return result._replace(summed=self.layout.pack(result.summed), sparse_rows=())
+
+        return compute_leaf.get_concrete_function()
 
     def finish(
         self, strategy: tf.distribute.Strategy, run: Run, roots: list[list[PerReplica]]
@@ -226,21 +260,38 @@ class LeafSum:
         Args:
             roots: the roots of this device, see ``DeviceResult``
         """
-        assert self.packing is not None
+        assert self.layout is not None
         totals: Buckets = []
-        for number, bucket in enumerate(self.packing.buckets):
-            with tf.control_dependencies(totals[-1:]):
-                joined = tf.concat([root[number] for root in roots], 0)
-            missing = self._most_roots * bucket.size - joined.shape[0]
-            padded = tf.pad(joined, [[0, missing]])
-            gathered = tf.reshape(gather(padded), [-1, self._most_roots, bucket.size])
+        roots_by_bucket = list(zip(*roots, strict=True))
+        dense_buckets = self.layout.packing.buckets
+        dense_roots = roots_by_bucket[: len(dense_buckets)]
+        sparse_roots = roots_by_bucket[len(dense_buckets) :]
+        for bucket, bucket_roots in zip(dense_buckets, dense_roots, strict=True):
+            with tf.control_dependencies(totals[-1:]):  # wait for the previous bucket
+                joined = tf.concat(bucket_roots, 0)
+            gathered = self._gather_dense(joined, bucket.size)
             totals.append(self._add_up_roots(gathered))
-        sparse_buckets = range(len(self.packing.buckets), len(roots[0]))
-        for number, (leaf_rows, table_rows) in zip(sparse_buckets, self.sparse_rows, strict=True):
-            most = min(table_rows, leaf_rows * max(map(len, self.ranges)))
-            gathered = gather_sparse([root[number] for root in roots], most)
+        rows = self.layout.sparse_rows
+        for (leaf_rows, table_rows), bucket_roots in zip(rows, sparse_roots, strict=True):
+            most_rows = min(table_rows, leaf_rows * self._most_leaves)
+            gathered = gather_sparse(bucket_roots, most_rows)
             totals.append(self._add_up_roots(gathered))
         return self._unpack_on_device(totals)
+
+    def _gather_dense(self, joined: tf.Tensor, size: int) -> tf.Tensor:
+        """Returns the roots of a bucket of dense tensors from all devices.
+
+        Args:
+            joined: the roots of this device, joined to one vector
+            size: the number of elements of a root
+
+        Returns:
+            A tensor of the shape [devices, roots, size]. If a device has fewer roots than other
+            devices, its last roots are 0, because devices exchange tensors of the same shape.
+        """
+        missing = self._most_roots * size - joined.shape[0]
+        padded = tf.pad(joined, [[0, missing]])
+        return tf.reshape(gather(padded), [-1, self._most_roots, size])
 
     def _add_up_roots(self, gathered: Sequence[Sequence[Bucket]] | tf.Tensor) -> Bucket:
         """Returns the sum of a bucket.
@@ -270,12 +321,8 @@ class LeafSum:
         All other values that one device computes for others are exact: the states of random
         generators, numbers of steps, and flags.
         """
-        assert self.packing is not None
-        received = [hidden_identity(bucket) for bucket in packed]
-        dense_buckets = len(self.packing.buckets)
-        dense = iter(self.packing.unpack(received[:dense_buckets]))
-        sparse = iter(received[dense_buckets:])
-        return [next(sparse if is_sparse else dense) for is_sparse in self._are_sparse]
+        assert self.layout is not None
+        return self.layout.unpack([hidden_identity(bucket) for bucket in packed])
 
 
 class DeviceWalk:
@@ -302,7 +349,7 @@ class DeviceWalk:
         self._function = function
         self._last: list[tf.Tensor] = []
 
-    def compute_leaf(self, subtree: Subtree) -> Buckets | None:
+    def compute_if_leaf(self, subtree: Subtree) -> Buckets | None:
         """Computes a logical replica and returns its buckets; returns None for a larger subtree."""
         if subtree.size > 1:
             return None

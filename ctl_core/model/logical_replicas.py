@@ -8,6 +8,7 @@ applies the sums to the variables on each device.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -76,6 +77,51 @@ class GeneratorStates:
             variable.assign(tf.cast(state, variable.dtype))
 
 
+class TracedLeaf(NamedTuple):
+    """The values that tracing a logical replica yields, but that a graph function cannot return.
+
+    Every device traces its own function of a logical replica, and these values are the same on all
+    devices.
+
+    Attributes:
+        variables: the variables of the gradients by objective
+        sums: the loss, the gradients and the weight, which give sums their structure
+        pieces: the output and the batch, which give pieces their structure
+    """
+
+    variables: VariablesByObjective
+    sums: Structure
+    pieces: Structure
+
+
+class DeviceShare(NamedTuple):
+    """The share of a device, from which its logical replicas take their shares.
+
+    Attributes:
+        batch: the rows of the device's logical replicas, or their packed elements
+        first_leaf: the index of the first logical replica of the device
+        first_row: the index of the first row of the device in the global batch
+        examples: the number of examples in the global batch
+    """
+
+    batch: Batch
+    first_leaf: int
+    first_row: Count
+    examples: Count
+
+
+class ValuesBefore(NamedTuple):
+    """The values of variables on a device before its logical replicas run.
+
+    Attributes:
+        written: the values of the variables that the forward pass writes
+        metrics: the values of the variables of the training metrics
+    """
+
+    written: list[tf.Tensor]
+    metrics: list[tf.Tensor]
+
+
 class LogicalReplicas:
     """Computes the forward and backward passes of all logical replicas, and their sum.
 
@@ -101,19 +147,17 @@ class LogicalReplicas:
         self.states = GeneratorStates(self._components, TRAINING, context.step, context.turn or 0)
         self.are_equal: list[tf.Tensor] = []
         self._sum = LeafSum(shape.shares, shape.replicas)
-        self._variables: VariablesByObjective = {}
+        self._traced: TracedLeaf | None = None
         self._metric_variables: list[tf.Variable] = [
             unwrap(variable)
             for metric in self._components.list_logged_metrics().values()
             for variable in metric.variables
         ]
-        self._structure: Structure = None
-        self._piece_structure: Structure = None
 
     def compute(
         self, share: Share, examples: Count, forward_backward: ForwardBackward
-    ) -> tuple[Contribution, Contribution, VariablesByObjective]:
-        """Computes all logical replicas.
+    ) -> tuple[Contribution, VariablesByObjective]:
+        """Computes all logical replicas, and adds up their contributions.
 
         Args:
             share: for each device, the rows of its logical replicas
@@ -121,36 +165,36 @@ class LogicalReplicas:
             forward_backward: a function that computes the contribution of a logical replica
 
         Returns:
-            Three values: the sums, with the outputs and batches of each device; the sums without
-            the outputs and batches; and the variables of the gradients by objective.
+            The sum of all contributions, with the outputs and batches of the logical replicas of
+            each device; and the variables of the gradients by objective.
         """
         strategy = self._components.strategy
-
-        def run_on_device(share: Share) -> tuple[DeviceResult, list[tf.Tensor]]:
-            return self._run_device(share.batch, examples, forward_backward)
-
-        result, before = self._run(run_on_device, share)
+        run_device = partial(self._run_device, examples, forward_backward)
+        result, values_before = self._run(run_device, share)
         totals = self._sum.finish(strategy, self._run, result.roots)
-        differences = totals[len(totals) - len(before) :]
-        summed = tf.nest.pack_sequence_as(self._structure, totals[: len(totals) - len(before)])
+        traced = self._traced
+        assert traced is not None
+        # The last totals are differences. There may be none, and totals[-0:] would be all totals.
+        first_difference = len(totals) - len(values_before)
+        differences = totals[first_difference:]
+        sums = tf.nest.pack_sequence_as(traced.sums, totals[:first_difference])
         self.are_equal = self._compare_devices(result)
-        self._run(self._add_differences, before, differences)
-        loss, gradients, weight = summed
+        self._run(self._add_differences, values_before, differences)
+        loss, gradients, weight = sums
         pieces = result.pieces
         if has_peers(strategy) and pieces[0]:
             pieces = self._run(partial(gather_pieces, self._sum.ranges), pieces)
-        gradients = self._run(partial(settle_gradients, variables=self._variables), gradients)
+        gradients = self._run(partial(settle_gradients, variables=traced.variables), gradients)
         output: list[Structure] = []
         batch: list[Structure] = []
         for leaf_pieces in pieces:
-            leaf_output, leaf_batch = tf.nest.pack_sequence_as(self._piece_structure, leaf_pieces)
+            leaf_output, leaf_batch = tf.nest.pack_sequence_as(traced.pieces, leaf_pieces)
             output += leaf_output
             batch += leaf_batch
-        contribution = Contribution(loss, gradients, weight, output, batch)
-        return contribution, Contribution(loss, gradients, weight, [], []), self._variables
+        return Contribution(loss, gradients, weight, output, batch), traced.variables
 
     def _run_device(
-        self, batch: Batch, examples: Count, forward_backward: ForwardBackward
+        self, examples: Count, forward_backward: ForwardBackward, share: Share
     ) -> tuple[DeviceResult, list[tf.Tensor]]:
         """Computes the logical replicas of one device.
 
@@ -158,73 +202,99 @@ class LogicalReplicas:
             The results, and the value that each variable of ``_list_added`` had before.
         """
         device = get_device_number()
-        written = self._components.written
-        before = [entry.variable.read_value() for entry in written]
-        metrics_before = [variable.read_value() for variable in self._metric_variables]
-        shape = self._components.shape
-        leaves = shape.shares
+        before = ValuesBefore(
+            written=[entry.variable.read_value() for entry in self._components.written],
+            metrics=[variable.read_value() for variable in self._metric_variables],
+        )
         device_leaves = self._sum.ranges[device]
-        first_leaf = device_leaves.start
-        first_row, _ = find_rows(device_leaves, examples, leaves)
+        first_row, _ = find_rows(device_leaves, examples, self._components.shape.shares)
+        device_share = DeviceShare(share.batch, device_leaves.start, first_row, examples)
+        leaf = partial(self._compute_leaf, device_share, before, forward_backward)
+        result = self._sum.add_up_device(device, leaf)
+        return result, self._select_added(before)
 
-        def compute(index: tf.Tensor) -> LeafResult:
-            with (
-                enter_logical_replica(index, leaves),
-                compat.mute_other_summaries(self._context.step, index),
-                tf.name_scope(""),  # otherwise names of summaries would begin with it
-            ):
-                self.states.assign(index)
-                for entry, value in zip(written, before, strict=True):
-                    entry.variable.assign(value)
-                for variable in self._metric_variables:
-                    variable.assign(tf.zeros_like(variable))
-                if shape.by_rows:
-                    share = take_leaf(batch, examples, index, leaves, first_row)
-                else:
-                    share = Share(unpack_element(batch[index - first_leaf], shape.element_spec))
-                contribution, variables = forward_backward(share)
-                self._sum.sparse_rows = list_sparse_rows(contribution.gradients, variables)
-                gradients = merge_rows(contribution.gradients, compiled=False)
-                gradients = settle_gradients(gradients, variables)
-                contribution = contribution._replace(gradients=gradients)
-                self._variables = variables
-                return self._collect(contribution, share, before, examples)
-
-        result = self._sum.compute(device, compute)
-        pairs = zip(written, before, strict=True)
-        added_before = [value for entry, value in pairs if not entry.is_shared]
-        return result, added_before + metrics_before
-
-    def _collect(
-        self, contribution: Contribution, share: Share, before: list[tf.Tensor], examples: Count
+    def _compute_leaf(
+        self,
+        device_share: DeviceShare,
+        before: ValuesBefore,
+        forward_backward: ForwardBackward,
+        index: tf.Tensor,
     ) -> LeafResult:
-        """Returns the results of a logical replica after its forward and backward pass."""
-        self._structure = (contribution.loss, contribution.gradients, contribution.weight)
-        pieces = (contribution.output, contribution.batch)
-        if share.present is not None:
-            pieces = keep_rows_if(share.present, pieces)
-        self._piece_structure = pieces
+        """Computes the logical replica with a given index on one device."""
+        with (
+            enter_logical_replica(index, self._components.shape.shares),
+            compat.mute_other_summaries(self._context.step, index),
+            tf.name_scope(""),  # otherwise names of summaries would begin with it
+        ):
+            self._reset_variables(before, index)
+            share = self._take_share(device_share, index)
+            contribution, variables = forward_backward(share)
+            sparse_rows = list_sparse_rows(contribution.gradients, variables)
+            gradients = merge_rows(contribution.gradients, compiled=False)
+            gradients = settle_gradients(gradients, variables)
+            sums = (contribution.loss, gradients, contribution.weight)
+            pieces = (contribution.output, contribution.batch)
+            if share.present is not None:
+                pieces = keep_rows_if(share.present, pieces)
+            self._traced = TracedLeaf(variables, sums, pieces)
+            differences, compared = self._read_changes(share, device_share.examples, before)
+            return LeafResult(
+                summed=[*tf.nest.flatten(sums), *differences],
+                compared=compared,
+                pieces=tf.nest.flatten(pieces),
+                sparse_rows=sparse_rows,
+            )
+
+    def _reset_variables(self, before: ValuesBefore, index: tf.Tensor) -> None:
+        """Gives variables the values with which each logical replica starts.
+
+        Args:
+            before: the values of the variables before all logical replicas
+            index: the index of the logical replica, which determines its random numbers
+        """
+        self.states.assign(index)
+        for entry, value in zip(self._components.written, before.written, strict=True):
+            entry.variable.assign(value)
+        for variable in self._metric_variables:
+            variable.assign(tf.zeros_like(variable))
+
+    def _take_share(self, device_share: DeviceShare, index: tf.Tensor) -> Share:
+        """Returns the share of a logical replica: rows, or an element of the dataset."""
+        shape = self._components.shape
+        batch = device_share.batch
+        if shape.by_rows:
+            examples = device_share.examples
+            return take_leaf(batch, examples, index, shape.shares, device_share.first_row)
+        packed = batch[index - device_share.first_leaf]
+        return Share(unpack_element(packed, shape.element_spec))
+
+    def _read_changes(
+        self, share: Share, examples: Count, before: ValuesBefore
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Reads what a logical replica has written to variables.
+
+        Returns:
+            The differences to add to the variables of ``_list_added``, and the values of the other
+            variables, which have to be equal on all logical replicas.
+        """
         rows = share.rows
         if rows is None:
             rows = examples // self._components.shape.shares
         share_of_rows = tf.cast(rows, tf.float32) / tf.cast(examples, tf.float32)
         differences = []
         compared = []
-        for written, value in zip(self._components.written, before, strict=True):
+        for written, value in zip(self._components.written, before.written, strict=True):
             after = written.variable.read_value()
             if written.is_shared:
                 compared.append(after)
                 continue
             difference = after - value
-            if written.max_stretch is not None:  # a moving statistic is averaged over the rows
+            if written.is_moving_statistic:  # it is averaged over the rows
                 difference *= tf.cast(share_of_rows, difference.dtype)
             differences.append(keep_if(share.present, difference))
+        # The metrics started at 0, so their values are differences.
         differences += [variable.read_value() for variable in self._metric_variables]
-        return LeafResult(
-            [*tf.nest.flatten(self._structure), *differences],
-            compared,
-            tf.nest.flatten(self._piece_structure),
-        )
+        return differences, compared
 
     def _list_added(self) -> list[tf.Variable]:
         """Returns the variables whose changes are added up over all logical replicas."""
@@ -234,11 +304,22 @@ class LogicalReplicas:
             *self._metric_variables,
         ]
 
-    def _add_differences(self, before: list[tf.Tensor], differences: list[tf.Tensor]) -> None:
-        """Adds the summed changes of all logical replicas to the variables of one device."""
-        for variable, value, difference in zip(
-            self._list_added(), before, differences, strict=True
-        ):
+    def _select_added(self, before: ValuesBefore) -> list[tf.Tensor]:
+        """Returns the value that each variable of ``_list_added`` had before."""
+        pairs = zip(self._components.written, before.written, strict=True)
+        return [*(value for entry, value in pairs if not entry.is_shared), *before.metrics]
+
+    def _add_differences(
+        self, values_before: list[tf.Tensor], differences: list[tf.Tensor]
+    ) -> None:
+        """Adds the summed changes of all logical replicas to the variables of one device.
+
+        Args:
+            values_before: the result of ``_select_added``
+            differences: the sum of the differences of all logical replicas for each variable
+        """
+        variables = self._list_added()
+        for variable, value, difference in zip(variables, values_before, differences, strict=True):
             variable.assign(value + difference)
 
     def _compare_devices(self, result: DeviceResult) -> list[tf.Tensor]:

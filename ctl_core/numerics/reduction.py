@@ -27,6 +27,8 @@ PIECES = ("output", "batch")
 class Contribution(NamedTuple):
     """The contribution of one replica, or of one of its micro-batches, to an update.
 
+    The sum of several contributions has the same form.
+
     Attributes:
         loss: the values of the objectives by name, scalars
         gradients: the gradients by objective; with a loss scale, the gradients of the scaled

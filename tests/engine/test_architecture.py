@@ -18,7 +18,7 @@ LAYERS = """
     executable update step graph compilation schedule
     evaluation checkpoint
     session
-    build trainer
+    scratch build trainer
     read_only serving
     commands __main__
 """

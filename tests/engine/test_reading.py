@@ -14,7 +14,9 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core.input.readers import Reader
 from tests.golden import small
+from tests.golden.logical_features import Rows
 from tests.helpers.cases import assert_weights, make_hooks, regression_data, sgd
 from tests.helpers.project import Train
 
@@ -152,6 +154,39 @@ def test_elements_whose_tensors_differ_in_size_need_a_hook(train: Train) -> None
     message = r"create_dataset \(test_reading.*differ in their first"
     with pytest.raises(ctl_core.SetupError, match=message):
         train(hooks, batch_size=4, steps=10)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_all_processes_drop_used_examples_if_one_cannot_restore_its_position(
+    train: Train,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    looks: bool,
+) -> None:
+    """A process that has restored its position reads from the start, even if a hook looks first.
+
+    The hook returns the same reader whenever it is called.
+    """
+    go_to = Reader.go_to
+
+    def fail_on_another_process(reader: Reader, text: str) -> str:
+        assert go_to(reader, text) is None
+        return "another process has failed"
+
+    def make_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
+        if looks:
+            assert len(next(iter(dataset))[0]) == 10
+        return dataset
+
+    def train_to(step: int) -> ctl_core.State:
+        reader = Rows()
+        hooks = small.hooks(create_dataset=lambda: reader, make_batches=make_batches)
+        return train(hooks, **small.settings(step))
+
+    monkeypatch.setattr(Reader, "go_to", fail_on_another_process)
+    train_to(4)
+    assert_weights(train_to(9), small.plain(9), 1e-5)
+    assert "dropping 64 examples" in capsys.readouterr().out
 
 
 def test_leading_dimension() -> None:

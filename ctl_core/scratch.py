@@ -1,0 +1,289 @@
+"""Traces hooks on placeholders, before training.
+
+A traced hook creates all its variables, so that they can be recorded and saved. The graphs show
+which variables a step writes, and whether the processes of a cluster or the hooks would train wrong
+weights. The graphs are never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from ctl_core import compat
+from ctl_core.cluster.replica_contexts import FirstReplica
+from ctl_core.cluster.sync import Cluster
+from ctl_core.evaluation.evaluate import Evaluation
+from ctl_core.evaluation.step import add_batch
+from ctl_core.hooks.hooks import Hooks
+from ctl_core.hooks.recording import Recording, unfreeze
+from ctl_core.input.batches import Share, find_first_replica, make_placeholders
+from ctl_core.model.averages import find_moving_statistics
+from ctl_core.model.components import (
+    SINGLE_OBJECTIVE,
+    Components,
+    ForwardComponents,
+    StepContext,
+    TraceContext,
+    WrittenVariable,
+)
+from ctl_core.model.copies import list_local_components
+from ctl_core.model.fingerprint import compare_forward
+from ctl_core.model.forward import ReplicaObjective, compute_objectives, forward_backward, run_model
+from ctl_core.model.logical_limits import refuse_layers
+from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
+from ctl_core.model.metrics import name_scalars, update_train_metrics
+from ctl_core.numerics.randomness import find_drawing_layers
+from ctl_core.numerics.reduction import PIECES
+from ctl_core.numerics.variables import is_summed, name_variable, trainable_variables, unwrap
+from ctl_core.run.settings import Config
+from ctl_core.types import Batch, BatchSpec, Variable, VariablesByObjective
+from ctl_core.update import call_update_pre
+
+
+class TracedForward(NamedTuple):
+    """The results of tracing the forward hooks once.
+
+    Attributes:
+        variables: the variables to train by objective, including those of frozen layers
+        weights: the trainable variables of the model
+        written: the variables that the forward pass writes
+        drawing_layers: the kinds of layers that draw random numbers
+        scalar_losses: the objectives whose loss is a single number per batch
+        unchanged_losses: the objectives whose loss ``grad_pre`` returned unchanged
+        logged: the names of the logged parts of the loss
+    """
+
+    variables: VariablesByObjective
+    weights: list[Variable]
+    written: tuple[WrittenVariable, ...]
+    drawing_layers: list[str]
+    scalar_losses: frozenset[str]
+    unchanged_losses: frozenset[str]
+    logged: list[str]
+
+
+@dataclasses.dataclass
+class ScratchTracer:
+    """Traces the hooks of a run in graphs that are never run.
+
+    Attributes:
+        hooks: the hooks
+        config: the settings
+        strategy: the strategy whose replicas train
+        cluster: compares the forward passes of all processes
+        recording: records the variables and layers that the hooks create
+        share_spec: the specification of the batch of a share
+    """
+
+    hooks: Hooks
+    config: Config
+    strategy: tf.distribute.Strategy
+    cluster: Cluster
+    recording: Recording
+    share_spec: BatchSpec
+
+    def trace_forward(self, forward: ForwardComponents) -> TracedForward:
+        """Runs the forward hooks once on placeholders, so that all their variables exist.
+
+        No layer is frozen meanwhile, because an optimizer also needs to know the variables that
+        hooks unfreeze later.
+        """
+        recording = self.recording
+        objectives: list[tuple[str, ReplicaObjective]] = []
+        scratch = self._scratch("create_model", self.share_spec)
+        with unfreeze(recording), scratch as (graph, batch):
+            for turn in TraceContext(forward).list_turns():
+                result = compute_objectives(turn, batch, 1)
+                objectives += result.objectives.items()
+                with recording.record_as("create_train_metrics"):
+                    update_train_metrics(turn, result, None)
+            weights = trainable_variables(forward.train_model)
+        operations = list(compat.add_called_ops(graph.get_operations()))
+        compare_forward(self.cluster, self.hooks, operations)
+        refuse_scaled_losses(self.hooks, operations)
+        if self.config.logical_replicas is not None:
+            refuse_layers(self.hooks, recording.layers)
+        if self.config.accumulate_steps > 1:
+            refuse_exchanges(self.hooks, operations)
+        variables = self._collect_variables(objectives, weights)
+        return TracedForward(
+            variables=variables,
+            weights=weights,
+            written=self._find_written(graph, forward),
+            drawing_layers=find_drawing_layers(recording.layers, self._find_drawn(graph)),
+            scalar_losses=frozenset(name for name, objective in objectives if objective.is_scalar),
+            unchanged_losses=frozenset(
+                name for name, objective in objectives if objective.has_unchanged_loss
+            ),
+            logged=[name for _, objective in objectives for name in objective.logged],
+        )
+
+    def trace_update(self, components: Components) -> None:
+        """Runs ``update_pre`` on placeholders, so that it creates its variables."""
+        kept = frozenset(PIECES) & {*self.hooks.update_pre.arguments}
+        with self._scratch("update_pre", self.share_spec) as (_, batch):
+            for turn in TraceContext(components).list_turns():
+                contribution, variables = forward_backward(turn, 1, kept, Share(batch))
+                call_update_pre(turn, 1, variables, contribution, contribution)
+
+    def trace_evaluation(self, components: Components, evaluation: Evaluation | None) -> None:
+        """Evaluates placeholders, so that eval_model and the metrics create all their variables."""
+        context = TraceContext(components)
+        if evaluation is None:
+            with self._scratch_evaluation(context, self.share_spec):
+                pass
+            return
+        for evaluation_set in evaluation.sets.values():
+            with self._scratch_evaluation(context, evaluation_set.spec) as batch:
+                add_batch(context, evaluation_set, batch, None)
+                evaluation_set.names = [
+                    scalar
+                    for name, metric in evaluation_set.metrics.items()
+                    for scalar in name_scalars(name, metric.result())
+                ]
+
+    @contextlib.contextmanager
+    def _scratch_evaluation(self, context: StepContext, spec: BatchSpec) -> Iterator[Batch]:
+        """Calls ``eval_model`` in a graph that is never run, and yields the batch it was called on.
+
+        On exit, the graph is rejected if it scales a loss.
+        """
+        with compat.run_layers(False), self._scratch("create_metrics", spec) as (graph, batch):
+            if context.components.eval_model is not None:
+                with self.recording.record_as("create_eval_model"):
+                    run_model(context, batch, training=False)
+            yield batch
+        refuse_scaled_losses(self.hooks, compat.add_called_ops(graph.get_operations()))
+
+    @contextlib.contextmanager
+    def _scratch(self, hook: str, spec: BatchSpec) -> Iterator[tuple[tf.Graph, Batch]]:
+        """Yields a graph for tracing hooks without running any op, and a placeholder batch.
+
+        Variables that are created in this graph exist outside of it as well. Variables that the
+        graph reads but that were created elsewhere, such as at import, are recorded. The graph does
+        not belong to a tf.function, because random generators cannot be created there on several
+        replicas.
+
+        Args:
+            hook: the name of the hook under which new variables are recorded
+            spec: the specification of the batch
+        """
+        recording = self.recording
+        strategy = self.strategy
+        with (
+            recording.record_as(hook),
+            FirstReplica(strategy, find_first_replica(strategy)),
+            compat.make_scratch_graph("build").as_default() as graph,
+        ):
+            yield graph, make_placeholders(spec)
+        components = list_local_components(strategy, list(recording.variables.values()))
+        known = {id(component) for component in components}
+        for variable in compat.find_captured_variables(graph, strategy):
+            if id(variable) not in known:
+                recording.add(variable, "elsewhere")
+
+    def _collect_variables(
+        self, objectives: list[tuple[str, ReplicaObjective]], weights: list[Variable]
+    ) -> VariablesByObjective:
+        """Returns the variables of each objective; a single objective includes all weights."""
+        by_identity: dict[str, dict[int, Variable]] = {}
+        for name, objective in objectives:
+            variables = list(objective.variables)
+            if name == SINGLE_OBJECTIVE:
+                variables += weights
+            identified = {id(variable): variable for variable in variables}
+            by_identity.setdefault(name, {}).update(identified)
+        collected = {name: list(variables.values()) for name, variables in by_identity.items()}
+        for name, variables in collected.items():
+            problem = find_untrainable(variables, self.strategy)
+            if problem is not None:
+                returned = f"returned for {name!r}" if name else "returned"
+                raise self.hooks.grad_pre.reject(f"{returned} {problem}.")
+        return collected
+
+    def _find_drawn(self, graph: tf.Graph) -> set[int]:
+        """Returns the ids of the variables of Keras generators that a graph reads."""
+        captured = {id(outer) for outer, _ in graph.captures}
+        local_results = self.strategy.experimental_local_results
+        return {
+            id(state)
+            for state in self.recording.generators
+            if any(id(component.handle) in captured for component in local_results(state))
+        }
+
+    def _find_written(
+        self, graph: tf.Graph, forward: ForwardComponents
+    ) -> tuple[WrittenVariable, ...]:
+        """Returns the variables that a graph writes, except random generators and metrics."""
+        recording = self.recording
+        metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
+        generators = recording.generators
+        if self.config.logical_replicas is not None:  # each logical replica has its own states
+            generators = [*generators, *recording.tf_generators]
+        ignored = {id(unwrap(v)) for v in (*generators, *metrics)}
+        max_stretch = {
+            id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
+            for layer in recording.layers
+            if not getattr(layer, "synchronized", True)
+            for statistic in find_moving_statistics([layer])
+        }
+        written = []
+        for variable in recording.find_written(graph, self.strategy):
+            if id(variable) in ignored:
+                continue
+            is_sum = is_summed(variable)
+            has_replicas = self.strategy.num_replicas_in_sync > 1
+            if self.config.logical_replicas is not None:
+                is_sum = id(variable) in recording.summed
+                has_replicas = True  # a run on one device may be resumed on several devices
+            is_shared = id(variable) not in max_stretch and not is_sum
+            if is_shared and has_replicas and variable.dtype == tf.string:
+                raise self.hooks.create_model.reject(
+                    f"the forward pass assigns {name_variable(variable)}, a string variable, "
+                    "which replicas cannot exchange; use a number instead."
+                )
+            written.append(WrittenVariable(variable, max_stretch.get(id(variable)), is_shared))
+        return tuple(written)
+
+
+def find_untrainable(
+    variables: Collection[Variable], strategy: tf.distribute.Strategy
+) -> str | None:
+    """Returns why the variables of an objective cannot be trained; None if they can.
+
+    The returned text names the first such variable.
+
+    Args:
+        variables: the variables of the objective
+        strategy: the strategy whose replicas train
+    """
+    if not variables:
+        return (
+            "there is nothing to train: Keras tracks variables that are created by "
+            "add_weight, or by layers assigned in __init__ or build, but no plain tf.Variable"
+        )
+    for variable in variables:
+        reason = _explain_untrainable(variable, strategy)
+        if reason is not None:
+            return f"{name_variable(variable)}, which {reason}"
+    return None
+
+
+def _explain_untrainable(variable: Variable, strategy: tf.distribute.Strategy) -> str | None:
+    """Returns why a variable cannot be trained; None if it can."""
+    is_created_here = strategy.extended.variable_created_in_scope
+    if strategy.num_replicas_in_sync > 1 and not is_created_here(unwrap(variable)):
+        return (
+            "was created outside the hooks, so the replicas have no copies of it; create it "
+            "in create_model"
+        )
+    if tf.as_dtype(variable.dtype) == tf.float16:
+        return "has the dtype float16, in which most updates are rounded away; use mixed_float16"
+    if getattr(variable, "overwrite_with_gradient", False):  # quantize("float8") sets this
+        return "has a gradient that overwrites it, and replicas cannot add up such gradients"
+    return None
