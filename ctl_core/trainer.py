@@ -428,7 +428,10 @@ class Trainer:
             )
 
     def _evaluate(self, step: int) -> None:
-        """Evaluates the model if that is due, and uses the values to save or to end training."""
+        """Evaluates the model if that is due.
+
+        The values decide whether a checkpoint is saved and whether training ends.
+        """
         state = self.state
         progress = state.progress
         is_due = self._schedule.is_evaluation_due(step) and progress.evaluated != step

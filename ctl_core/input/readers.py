@@ -219,10 +219,10 @@ class Reader:
             self.obstacle = f"a {type(readable).__name__} has no get_state and set_state"
 
     def _open(self, state: ReaderState) -> Iterator[DrawnElement | None]:
-        """Reads the passes of the object from a state.
+        """Returns an iterator over the elements of all passes, starting at a position.
 
-        If the object has no state, or if reading may have changed it, the hook is called again to
-        create a new object.
+        If the object cannot restore a position, or if reading may have changed the object, the hook
+        is called again to create a new object.
         """
         if self._start is not None and not self._can_have_changed():
             return _read_passes(self.readable, state)

@@ -132,10 +132,11 @@ class OperationTimer:
 class Watch:
     """Watches the thread that enters this context, until it leaves the context.
 
-    If no step, evaluation batch or checkpoint ends for ``stall_seconds``, the thread prints a line
-    that names the current operation. In a cluster, the line also names the operations of the other
-    processes. The time limit does not apply to tracing and compiling. For other operations, the
-    limit is at least twice the duration of the longest earlier operation of the same kind.
+    Another thread, the watching thread, checks the progress. If no step, evaluation batch or
+    checkpoint ends for ``stall_seconds``, the watching thread prints a line that names the current
+    operation. In a cluster, the line also names the operations of the other processes. The time
+    limit does not apply to tracing and compiling. For other operations, the limit is at least twice
+    the duration of the longest earlier operation of the same kind.
 
     After a second SIGINT, the process ends even if a graph call blocks the main thread. After a
     SIGTERM, the process ends if the current operation exceeds the same time limit. Checkpoints are
