@@ -484,6 +484,15 @@ def raise_timeout(*_: object) -> list[str]:
     raise TimeoutError("no answer")
 
 
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """Lets SIGINT raise KeyboardInterrupt, even if a shell started the tests with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_sigint")
 def test_end_waits_for_the_copy_and_ctrl_c_leaves_it(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
