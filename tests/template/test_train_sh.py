@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,16 @@ def is_running(pid: int) -> bool:
     """Returns True if a process exists and is not a zombie."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def wait_until(condition: Callable[[], bool], log: Path) -> None:
+    """Waits until a condition holds; fails with the end of the run's log after five minutes."""
+    limit = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < limit, log.read_text()[-3000:]
+        time.sleep(0.1)
 
 
 def test_order_of_environments(place: Place) -> None:
@@ -269,12 +278,9 @@ def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run)
     again = run(project / "train.sh", *words, cwd=project, check=False, VENV=sys.prefix)
     assert again.returncode == 2 and "another process is training this run" in again.stderr
     assert int((folder / "pid").read_text()) == pid
-    while log.read_text().count("INFO step ") < 3:
-        assert is_running(pid), log.read_text()
-        time.sleep(0.2)
+    wait_until(lambda: log.read_text().count("INFO step ") >= 3 or not is_running(pid), log)
     os.kill(pid, signal.SIGTERM)
-    while is_running(pid):
-        time.sleep(0.1)
+    wait_until(lambda: not is_running(pid), log)
     assert log.read_text().count("stopped by SIGTERM, saved: step ") == 1
     # On a slow machine, a step may have a line without values before its line with values.
     steps = re.findall(r"INFO (step .*)", log.read_text())
@@ -301,8 +307,7 @@ def test_run_that_cannot_start_in_the_background_says_so(
     named = {"CTL_RUN_NAME": "c", "CTL_RUNS_DIR": "others"}
     assert train("--steps", "2", "--note", "as with --run-name x", **named).returncode == 0
     folder = project / "others" / "c"
-    while (folder / "pid").exists():
-        time.sleep(0.1)
+    wait_until(lambda: not (folder / "pid").exists(), folder / "train.log")
     done = train(**named)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "others/c: there was nothing left to train; see others/c/train.log\n"
@@ -317,9 +322,8 @@ def test_cluster_in_the_background_is_left_at_its_first_step(
     shutil.copytree(digits, project)
     words = ["--run-name=w", "--workers=2", "--steps=100000", "--background"]
     run(project / "train.sh", *words, cwd=project, VENV=sys.prefix)
-    pid = project / "runs" / "w" / "pid"
-    os.kill(int(pid.read_text()), signal.SIGTERM)
-    while pid.exists():
-        time.sleep(0.1)
-    log = (project / "runs" / "w" / "train.log").read_text()
+    folder = project / "runs" / "w"
+    os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
+    wait_until(lambda: not (folder / "pid").exists(), folder / "train.log")
+    log = (folder / "train.log").read_text()
     assert log.count("stopped by SIGTERM, saved: step ") == 1
