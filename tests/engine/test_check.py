@@ -320,6 +320,7 @@ def test_check_fails_where_devices_cannot_be_compared(check: Check, capsys: Outp
     assert "were compared, with batches of 15" in printed and "all well" not in printed
 
 
+@pytest.mark.slow
 def test_all_differences_are_listed_in_the_order_of_their_causes(
     check: Check, capsys: Output
 ) -> None:

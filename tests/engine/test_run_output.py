@@ -526,6 +526,7 @@ def test_commands_that_succeed_write_nothing_to_stderr(
     assert "oneDNN" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_new_run_on_several_devices_recommends_a_check(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:

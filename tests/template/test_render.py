@@ -258,6 +258,7 @@ PLANTED = "import sys, os\ndef planted( a:int )->str :\n  return a+undefined\n"
 USE = "\n\ndef use():\n    from ctl_core import planted\n\n    return planted.planted(1)\n"
 
 
+@pytest.mark.slow
 def test_linters_leave_the_engine_alone(digits: Path, run: Run, tmp_path: Path) -> None:
     """Linters ignore a user's copy of the engine, even if it was changed or has another style."""
     project = tmp_path / "project"
