@@ -113,15 +113,14 @@ class BucketLayout:
     def __init__(self, result: LeafResult) -> None:
         """Plans the layout for the results of a logical replica."""
         self._are_sparse = [isinstance(tensor, tf.IndexedSlices) for tensor in result.summed]
-        dense = [tensor for tensor in result.summed if not isinstance(tensor, tf.IndexedSlices)]
+        dense, _ = _split(result.summed)
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in dense]
         self.packing = Packing(specs, BUCKET_BYTES)
         self.sparse_rows = result.sparse_rows
 
     def pack(self, summed: list[Gradient]) -> Buckets:
         """Returns the buckets of a logical replica."""
-        dense = [tensor for tensor in summed if not isinstance(tensor, tf.IndexedSlices)]
-        sparse = [tensor for tensor in summed if isinstance(tensor, tf.IndexedSlices)]
+        dense, sparse = _split(summed)
         return [*self.packing.pack(dense), *sparse]
 
     def unpack(self, buckets: Buckets) -> list[Gradient]:
@@ -130,6 +129,13 @@ class BucketLayout:
         dense = iter(self.packing.unpack(buckets[:dense_buckets]))
         sparse = iter(buckets[dense_buckets:])
         return [next(sparse if is_sparse else dense) for is_sparse in self._are_sparse]
+
+
+def _split(tensors: list[Gradient]) -> tuple[list[tf.Tensor], list[tf.IndexedSlices]]:
+    """Returns the dense tensors and the sparse ones, each in their order."""
+    dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
+    sparse = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
+    return dense, sparse
 
 
 class LeafSum:

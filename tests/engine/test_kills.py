@@ -25,6 +25,7 @@ from tests.golden import small
 from tests.golden.compare import read_checkpoint
 from tests.helpers import lean
 from tests.helpers.rendering import ROOT
+from tests.helpers.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -263,10 +264,12 @@ def test_runs_survive_kills_before_a_file_operation(tmp_path: Path) -> None:
 
 
 def until_none_is_left(project: Project) -> None:
-    limit = time.monotonic() + 60
-    while project.processes():
-        assert time.monotonic() < limit, f"still running: {project.processes()}"
-        time.sleep(0.05)
+    wait_until(
+        lambda: not project.processes(),
+        seconds=60,
+        interval=0.05,
+        explain=lambda: f"still running: {project.processes()}",
+    )
 
 
 @pytest.mark.cluster

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from ctl_core.cluster.task import Task, read_task
 from ctl_core.run.errors import PeerLost, RunError, SetupError
 from ctl_core.run.settings import Config
 from tests.helpers import lean
+from tests.helpers.waiting import wait_until
 
 Captured = pytest.CaptureFixture[str]
 CHILD = """
@@ -104,13 +104,6 @@ def alive(pid: int) -> bool:
         )
     except (ProcessLookupError, FileNotFoundError):
         return False
-
-
-def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_each_worker_gets_its_place_and_its_log(capfd: Captured) -> None:
@@ -208,7 +201,7 @@ def test_exit_codes(codes: tuple[int, int], expected: int) -> None:
     """The supervisor returns the exit code of a failed worker, and child processes end, too."""
     assert run(f"{CHILD}sys.exit({codes}[index])") == expected
     assert len(pids()) == 4, "started once"
-    until(lambda: not any(map(alive, pids())))
+    wait_until(lambda: not any(map(alive, pids())))
 
 
 def test_a_crash_starts_all_again_on_other_ports(capfd: Captured) -> None:
@@ -292,22 +285,22 @@ def ready() -> bool:
 def test_a_signal_is_passed_on_once_and_nothing_is_started_again() -> None:
     """After a signal, no worker is restarted, even if a worker crashes."""
     parent = start("most = 1" + LISTENER)
-    until(ready)
+    wait_until(ready)
     parent.send_signal(signal.SIGINT)
     assert parent.wait() == 130
     assert [Path(f"got-{index}-1").read_text() for index in (0, 1)] == ["2", "2"]
     assert len(pids()) == 2
     parent = start("Path(f'ready-{index}').write_text('again')\ntime.sleep(600)")
-    until(lambda: all(Path(f"ready-{index}").read_text() for index in (0, 1)))
+    wait_until(lambda: all(Path(f"ready-{index}").read_text() for index in (0, 1)))
     parent.send_signal(signal.SIGTERM)  # These workers do not handle the signal.
     assert parent.wait() == 143 and len(pids()) == 4
 
 
 def test_workers_that_do_not_stop_are_killed_after_a_second_sigint() -> None:
     parent = start("most = 9" + LISTENER, stderr=subprocess.DEVNULL)
-    until(ready)
+    wait_until(ready)
     parent.send_signal(signal.SIGTERM)
-    until(lambda: Path("got-0-1").exists() and Path("got-1-1").exists())
+    wait_until(lambda: Path("got-0-1").exists() and Path("got-1-1").exists())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
         parent.send_signal(number)
         time.sleep(0.05)
@@ -321,11 +314,11 @@ def test_workers_that_do_not_stop_are_killed_after_a_second_sigint() -> None:
 
 def test_no_process_is_left_when_the_supervisor_is_killed() -> None:
     parent = start(CHILD + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)", 3)
-    until(lambda: len(pids()) == 6)
+    wait_until(lambda: len(pids()) == 6)
     assert all(map(alive, pids()))
     parent.kill()
     parent.wait()
-    until(lambda: not any(map(alive, pids())))
+    wait_until(lambda: not any(map(alive, pids())))
 
 
 # ---- Roles in TF_CONFIG, and waiting for other processes -----------------------------------------

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tests.helpers.cases import make_hooks
 from tests.helpers.pausing import PAUSING
 from tests.helpers.project import EVALUATED, Cli, refused
 from tests.helpers.run_folders import write_checkpoint
+from tests.helpers.waiting import wait_until
 
 CONFIG = Config(run_name="a", runs_dir="runs", mirror="there", batch_size=8)
 
@@ -585,10 +585,7 @@ def start(folder: Path, *flags: str, **how: Any) -> subprocess.Popen[bytes]:
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
-    limit = time.monotonic() + 300
-    while not condition() and process.poll() is None:
-        assert time.monotonic() < limit
-        time.sleep(0.001)
+    wait_until(lambda: condition() or process.poll() is not None, interval=0.001)
 
 
 @pytest.mark.slow

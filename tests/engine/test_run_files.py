@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ctl_core.session.provenance import list_packages
 from tests.golden import compare, small
 from tests.helpers.lean import PYTHONPATH
 from tests.helpers.project import EVALUATED
+from tests.helpers.waiting import wait_until
 
 BASE = small.CALLBACKS + "create_eval_dataset = create_dataset\n"
 FLAGS = ("--steps", "4", "--batch-size", "16", "--learning-rate", "0.1")
@@ -206,11 +206,10 @@ every_steps = {1: pause}
 
 
 def wait_for(file: str, process: subprocess.Popen[str]) -> None:
-    """Waits until a process has written a file."""
-    limit = time.monotonic() + 120
-    while not Path(file).exists():
-        assert process.poll() is None and time.monotonic() < limit, f"{file} is not there"
-        time.sleep(0.02)
+    """Waits until a process has written a file, which it must do before it ends."""
+    path = Path(file)
+    wait_until(lambda: path.exists() or process.poll() is not None, seconds=120)
+    assert path.exists()
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from tests.golden import small
 from tests.helpers import lean
 from tests.helpers.cases import make_hooks
 from tests.helpers.project import Train
+from tests.helpers.waiting import wait_until
 
 NOTICE = " s (no step, evaluation batch or checkpoint); this process is "
 
@@ -131,10 +132,8 @@ def start(folder: Path, stuck: str, *flags: str) -> subprocess.Popen[str]:
 
 
 def wait_for(folder: Path, words: str) -> None:
-    until = time.monotonic() + 120
-    while words not in (folder / "log").read_text():
-        assert time.monotonic() < until, (folder / "log").read_text()
-        time.sleep(0.1)
+    log = folder / "log"
+    wait_until(lambda: words in log.read_text(), seconds=120, explain=log.read_text)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from ctl_core.checkpoint.record import list_saved_steps
 from tests.golden import engine
 from tests.golden.compare import read_checkpoint
 from tests.helpers.pausing import PAUSING
+from tests.helpers.waiting import wait_until
 
 STEPS = 40
 FLAGS = ["train", "--run-name=a", "--batch-size=16", "--ckpt-every=5", f"--steps={STEPS}"]
@@ -95,10 +95,7 @@ def bucket(endpoint: str, tmp_path: Path) -> Iterator[Bucket]:
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
-    limit = time.monotonic() + 300
-    while not condition() and process.poll() is None:
-        assert time.monotonic() < limit
-        time.sleep(0.001)
+    wait_until(lambda: condition() or process.poll() is not None, interval=0.001)
 
 
 def test_machine_is_lost_again_and_again(bucket: Bucket) -> None:

@@ -22,6 +22,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from ctl_core.commands.cli import parse_command
 from tests.helpers.rendering import ROOT
+from tests.helpers.waiting import wait_until
 
 FILE = ROOT / "templates" / "sweeps" / "optuna.py"
 # The replacement of the engine. It saves at each step and exits with the engine's codes. With a
@@ -164,10 +165,7 @@ def test_failures_are_said_with_a_log(folder: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_sweep_stops_its_trials_and_resumes(folder: Path, number: int) -> None:
     process = begin(folder, "--trials", "3", "--parallel", "2", STEPS="60", PACE="0.1")
-    deadline = time.monotonic() + 120
-    while len(steps(folder)) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(steps(folder)) >= 5, seconds=120)
     process.send_signal(number)
     process.wait(60)
     assert process.returncode == 128 + number

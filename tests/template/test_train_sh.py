@@ -12,14 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.rendering import Run
+from tests.helpers.waiting import wait_until
 
 # All programs that train.sh calls. PATH contains only these, so that uv can be missing and python3
 # can be replaced.
@@ -149,14 +148,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], log: Path) -> None:
-    """Waits until a condition holds; fails with the end of the run's log after five minutes."""
-    limit = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < limit, log.read_text()[-3000:]
-        time.sleep(0.1)
-
-
 def test_order_of_environments(place: Place) -> None:
     """VENV takes precedence over the active environment, and the active one over .venv.
 
@@ -278,9 +269,13 @@ def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run)
     again = run(project / "train.sh", *words, cwd=project, check=False, VENV=sys.prefix)
     assert again.returncode == 2 and "another process is training this run" in again.stderr
     assert int((folder / "pid").read_text()) == pid
-    wait_until(lambda: log.read_text().count("INFO step ") >= 3 or not is_running(pid), log)
+    wait_until(
+        lambda: log.read_text().count("INFO step ") >= 3 or not is_running(pid),
+        explain=log.read_text,
+    )
+    assert is_running(pid), log.read_text()
     os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: not is_running(pid), log)
+    wait_until(lambda: not is_running(pid), explain=log.read_text)
     assert log.read_text().count("stopped by SIGTERM, saved: step ") == 1
     # On a slow machine, a step may have a line without values before its line with values.
     steps = re.findall(r"INFO (step .*)", log.read_text())
@@ -307,7 +302,7 @@ def test_run_that_cannot_start_in_the_background_says_so(
     named = {"CTL_RUN_NAME": "c", "CTL_RUNS_DIR": "others"}
     assert train("--steps", "2", "--note", "as with --run-name x", **named).returncode == 0
     folder = project / "others" / "c"
-    wait_until(lambda: not (folder / "pid").exists(), folder / "train.log")
+    wait_until(lambda: not (folder / "pid").exists(), explain=(folder / "train.log").read_text)
     done = train(**named)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "others/c: there was nothing left to train; see others/c/train.log\n"
@@ -324,6 +319,6 @@ def test_cluster_in_the_background_is_left_at_its_first_step(
     run(project / "train.sh", *words, cwd=project, VENV=sys.prefix)
     folder = project / "runs" / "w"
     os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
-    wait_until(lambda: not (folder / "pid").exists(), folder / "train.log")
+    wait_until(lambda: not (folder / "pid").exists(), explain=(folder / "train.log").read_text)
     log = (folder / "train.log").read_text()
     assert log.count("stopped by SIGTERM, saved: step ") == 1
