@@ -180,6 +180,12 @@ class StepFunctions:
         self._checks_new_graphs = False
         self.refresh()
 
+    def discard(self) -> None:
+        """Discards all graphs, which refer to the iterator over the training data."""
+        self._graphs.clear()
+        self._executables.clear()
+        self.called.clear()
+
     def refresh(self) -> None:
         """Reads which layers are frozen now, so that the next step uses a graph traced for them."""
         self._trainable = tuple(read_flags(self._state.recording))

@@ -87,7 +87,6 @@ class Trainer:
         self.functions = choose_functions(state, summaries, begun_compiled)
         if begun_compiled not in (None, state.compilation.is_compiled):
             console.say(describe_compilation_change(state))
-        begin_reading(state.data, state.compilation.parts)
         self.checkpoints = Checkpoints(state, console)
         self._run = run
         self._console = console
@@ -102,6 +101,16 @@ class Trainer:
         self._schedule = Schedule(state, self._profile.marks)
         metric_names = state.evaluation.names if state.evaluation else ()
         self._criteria = read_criteria(state.config, metric_names)
+        begin_reading(state.data, state.compilation.parts)
+
+    def close(self) -> None:
+        """Ends the reading of training data; afterwards, the trainer takes no more steps.
+
+        The caller may keep the state after training, and Python keeps the trainer while a traceback
+        of an error refers to it. Neither may keep the iterator, see ``end_reading_at_exit``.
+        """
+        self.functions.discard()
+        self.state.data.end()
 
     def restore(self, go_on: bool = False) -> None:
         """Restores the checkpoint that the run starts from, and determines the last step to take.

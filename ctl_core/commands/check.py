@@ -136,11 +136,11 @@ class Rehearsal:
             console.print(f"  {self._hooks.create_model}: {count_parameters(state)}")
             check_losses(state, console)
             check_traces(state)
-            trainer = Trainer(state, run, console, Signals())
-            trainer.restore()
-            trainer.train()
-            console.print(f"  {explain_for_gpu(state)}")
-            self._judge_changes(state)
+            with contextlib.closing(Trainer(state, run, console, Signals())) as trainer:
+                trainer.restore()
+                trainer.train()
+                console.print(f"  {explain_for_gpu(state)}")
+                self._judge_changes(state)
         return state
 
     def _make_all_due(self, hooks: Hooks) -> Hooks:

@@ -1,5 +1,6 @@
 """Starts or resumes the training of a run: ``ctl_core.train``."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -87,7 +88,7 @@ def train_here(
             console.say(line)
         state = create_state(callbacks, config, run, console)
         check_losses(state, console)
-        trainer = Trainer(state, run, console, signals, watch)
-        trainer.restore(go_on)
-        trainer.train(hooks_file)
+        with contextlib.closing(Trainer(state, run, console, signals, watch)) as trainer:
+            trainer.restore(go_on)
+            trainer.train(hooks_file)
     return state

@@ -1,6 +1,10 @@
 """Prefetches elements while training uses earlier ones, and reads many batches at once."""
 
+import atexit
+import functools
+import gc
 import math
+import signal
 
 import tensorflow as tf
 
@@ -35,12 +39,38 @@ def read_ahead(
             a parallel stage makes as many parallel calls as there are CPU cores
         number: the number of elements to prefetch
     """
+    end_reading_at_exit()
     is_worth_tuning = for_long and is_tuned(dataset)
     if not is_worth_tuning and dataset.options().autotune.enabled is None:
         options = tf.data.Options()
         options.autotune.enabled = False
         dataset = dataset.with_options(options)
     return dataset.prefetch(number)
+
+
+@functools.cache
+def end_reading_at_exit() -> None:
+    """Makes the process end all reading before Python shuts down.
+
+    Iterators that nothing uses any more may still be prefetching, because a traced graph and the
+    iterator that it reads from refer to each other, and only the garbage collector deletes them. If
+    Python deleted them during its shutdown, the process might never end: the deletion waits for the
+    thread that prefetches, and that thread waits for a Python function of the dataset, which cannot
+    run any more.
+    """
+    atexit.register(_end_reading)
+
+
+def _end_reading() -> None:
+    """Deletes the iterators that nothing uses any more, and waits until their threads have ended.
+
+    A Python function of a dataset may take long, for example because it waits for a message, so
+    SIGINT ends the process meanwhile.
+    """
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.collect()
+    if handler is not None:  # it is None if the program has installed a handler of its own in C
+        signal.signal(signal.SIGINT, handler)
 
 
 class StackedBatches(tf.Module):  # type: ignore[misc]

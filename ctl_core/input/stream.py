@@ -205,6 +205,12 @@ class Input:
             self.stream = iter(read_ahead(self.dataset, for_long=True))
             self.iterator = self.stream
 
+    def end(self) -> None:
+        """Gives up the iterator, so that reading ends once no graph refers to it."""
+        self.iterator = None
+        self.stream = None
+        self.held = ()
+
     def begin_anew(self, skip: int = 0) -> None:
         """Restarts the data from the beginning, and skips the first ``skip`` examples."""
         # This process may have restored its position although another process could not.

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -360,11 +361,14 @@ def test_a_terminal_shows_steps_whatever_hooks_there_are(tmp_path: Path, columns
         cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
+    killer = threading.Timer(120, training.kill)
+    killer.start()
     shown = b""
     with contextlib.suppress(OSError):  # on Linux, reading fails when the other side is closed
         while part := os.read(ours, 65536):
             shown += part
     assert training.wait() == 0
+    killer.cancel()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     lines = [line for line in re.split(r"[\r\n]+", text) if re.match(r"step \d+/90", line)]
     assert len({line.split("/")[0] for line in lines}) >= 5
