@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import tensorflow as tf
 from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import context
-from tensorflow.python.framework import auto_control_deps_utils
+from tensorflow.python.framework import auto_control_deps_utils, ops
 
 from ctl_core.compat.patches import Scope, set_attributes
 
@@ -34,6 +34,18 @@ def find_captured_variables(graph: tf.Graph, strategy: tf.distribute.Strategy) -
         for component in strategy.experimental_local_results(variable)
     }
     return [components[id(outer)] for outer, _ in graph.captures if id(outer) in components]
+
+
+def forget_custom_gradients() -> None:
+    """Makes TensorFlow forget all custom gradients; functions that use them cannot be traced again.
+
+    TensorFlow keeps the gradient of each ``tf.custom_gradient`` in a traced function until the
+    process ends, and with it the graph of the function and everything that the graph captured.
+    """
+    registry = ops.gradient_registry._registry
+    for name in list(registry):
+        if name.startswith("CustomGradient-"):
+            del registry[name]
 
 
 def find_written_resources(graph: tf.Graph) -> list[tf.Tensor]:

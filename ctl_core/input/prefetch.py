@@ -8,7 +8,7 @@ import signal
 
 import tensorflow as tf
 
-from ctl_core.compat import is_tuned
+from ctl_core.compat import forget_custom_gradients, is_tuned
 from ctl_core.types import Batch, Structure
 
 # The maximum size (bytes) of a unit, which is a group of batches that are read at once. Units must
@@ -52,11 +52,11 @@ def read_ahead(
 def end_reading_at_exit() -> None:
     """Makes the process end all reading before Python shuts down.
 
-    Iterators that nothing uses any more may still be prefetching, because a traced graph and the
-    iterator that it reads from refer to each other, and only the garbage collector deletes them. If
-    Python deleted them during its shutdown, the process might never end: the deletion waits for the
-    thread that prefetches, and that thread waits for a Python function of the dataset, which cannot
-    run any more.
+    Iterators that nothing uses any more may still be prefetching, because a traced graph refers to
+    the iterator that it reads from, and only the garbage collector deletes the graph. If Python
+    deleted them during its shutdown, the process might never end: the deletion waits for the thread
+    that prefetches, and that thread waits for a Python function of the dataset, which cannot run
+    any more.
     """
     atexit.register(_end_reading)
 
@@ -68,6 +68,7 @@ def _end_reading() -> None:
     SIGINT ends the process meanwhile.
     """
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    forget_custom_gradients()
     gc.collect()
     if handler is not None:  # it is None if the program has installed a handler of its own in C
         signal.signal(signal.SIGINT, handler)

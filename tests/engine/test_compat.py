@@ -3,7 +3,10 @@
 The other names of ``ctl_core/compat`` are covered by tests that train: see ``make test-compat``.
 """
 
+import gc
 import tomllib
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -340,6 +343,21 @@ def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
         assert read.get_tensor(key) == value
     assert checkpoint._traced is not None
     assert checkpoint._traced.experimental_get_tracing_count() == 1
+
+
+def test_forgetting_custom_gradients_frees_the_graphs_that_define_them() -> None:
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def identity(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        return tf.identity(value), lambda gradient: gradient * value
+
+    function = tf.function(identity, autograph=False)
+    graph = weakref.ref(function.get_concrete_function(tf.constant(2.0)).graph)
+    del function
+    gc.collect()
+    assert graph() is not None
+    compat.forget_custom_gradients()
+    gc.collect()
+    assert graph() is None
 
 
 def test_the_seed_of_ops_is_put_back() -> None:

@@ -64,8 +64,11 @@ import ctl_core
 settings = ctl_core.Config(steps=6, batch_size=16, run_name="a")
 """
 
+FLAGS = "train --steps=6 --batch-size=16 --run-name=a"
+# How training ends: the flags of a command, or a script.
 ENDINGS = {
-    "command": "",
+    "command": FLAGS,
+    "command on two devices": f"{FLAGS} --virtual-devices=2",
     "script that keeps the state": SCRIPT + "state = ctl_core.train(callbacks, settings)",
     "script with an error": SCRIPT
     + """
@@ -83,10 +86,11 @@ ctl_core.train(callbacks, settings)
 def test_reading_has_ended_before_python_shuts_down(ending: str, tmp_path: Path) -> None:
     """It has ended after a command and after a script, even if an error ended the script."""
     (tmp_path / "callbacks.py").write_text(CALLBACKS)
-    words = ["-m", "ctl_core", "train", "--steps=6", "--batch-size=16", "--run-name=a"]
-    if ENDINGS[ending]:
+    words = ["script.py"]
+    if ending.startswith("command"):
+        words = ["-m", "ctl_core", *ENDINGS[ending].split()]
+    else:
         (tmp_path / "script.py").write_text(ENDINGS[ending])
-        words = ["script.py"]
     process = subprocess.run(
         [sys.executable, *words],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
