@@ -101,13 +101,14 @@ class Trainer:
         self._schedule = Schedule(state, self._profile.marks)
         metric_names = state.evaluation.names if state.evaluation else ()
         self._criteria = read_criteria(state.config, metric_names)
+        # This comes last: if the constructor raises an error, nobody can call ``close``.
         begin_reading(state.data, state.compilation.parts)
 
     def close(self) -> None:
         """Ends the reading of training data; afterwards, the trainer takes no more steps.
 
-        The caller may keep the state after training, and Python keeps the trainer while a traceback
-        of an error refers to it. Neither may keep the iterator, see ``end_reading_at_exit``.
+        The caller may keep the state after training, and a traceback may keep the trainer. Neither
+        may keep the iterator over the training data, see ``end_reading_at_exit``.
         """
         self.functions.discard()
         self.state.data.end()

@@ -31,7 +31,7 @@ from tests.helpers.cases import make_hooks
 from tests.helpers.pausing import PAUSING
 from tests.helpers.project import EVALUATED, Cli, refused
 from tests.helpers.run_folders import write_checkpoint
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import wait_until_or_ended
 
 CONFIG = Config(run_name="a", runs_dir="runs", mirror="there", batch_size=8)
 
@@ -584,10 +584,6 @@ def start(folder: Path, *flags: str, **how: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=folder, env=engine.environment(), **how)
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
-    wait_until(lambda: condition() or process.poll() is not None, interval=0.001)
-
-
 @pytest.mark.slow
 def test_machine_is_lost_again_and_again(tmp_path: Path) -> None:
     """A run that loses its machine during copies and fetches equals an uninterrupted run."""
@@ -603,12 +599,12 @@ def test_machine_is_lost_again_and_again(tmp_path: Path) -> None:
 
     for step in (10, 20, 30):
         process = start(tmp_path, *flags)
-        wait_for(lambda: max(list_begun(), default=0) >= step, process)  # noqa: B023
+        wait_until_or_ended(lambda: max(list_begun(), default=0) >= step, process)  # noqa: B023
         process.kill()
         process.wait()
         shutil.rmtree(runs)
         process = start(tmp_path, *flags)
-        wait_for((runs / "a" / mirror.STAGING).exists, process)
+        wait_until_or_ended((runs / "a" / mirror.STAGING).exists, process)
         process.kill()
         process.wait()
     assert start(tmp_path, *flags).wait(600) == 0, (tmp_path / "log").read_text()

@@ -1,5 +1,6 @@
 """Waits for what other processes do."""
 
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -25,3 +26,10 @@ def wait_until(
     while not condition():
         assert time.monotonic() < limit, explain()
         time.sleep(interval)
+
+
+def wait_until_or_ended(
+    condition: Callable[[], object], process: subprocess.Popen[bytes] | subprocess.Popen[str]
+) -> None:
+    """Waits until a condition, which is looked at often, holds or a process has ended."""
+    wait_until(lambda: condition() or process.poll() is not None, interval=0.001)

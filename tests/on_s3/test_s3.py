@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ctl_core.checkpoint.record import list_saved_steps
 from tests.golden import engine
 from tests.golden.compare import read_checkpoint
 from tests.helpers.pausing import PAUSING
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import wait_until_or_ended
 
 STEPS = 40
 FLAGS = ["train", "--run-name=a", "--batch-size=16", "--ckpt-every=5", f"--steps={STEPS}"]
@@ -94,10 +94,6 @@ def bucket(endpoint: str, tmp_path: Path) -> Iterator[Bucket]:
     urllib.request.urlopen(f"{endpoint}/moto-api/reset", data=b"").close()
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
-    wait_until(lambda: condition() or process.poll() is not None, interval=0.001)
-
-
 def test_machine_is_lost_again_and_again(bucket: Bucket) -> None:
     """A run whose machine is lost while it copies or fetches files ends with the same weights."""
     runs = bucket.folder / "runs"
@@ -113,12 +109,12 @@ def test_machine_is_lost_again_and_again(bucket: Bucket) -> None:
 
     for step in (10, 20):
         process = bucket.start(*flags)
-        wait_for(lambda: max(list_begun(), default=0) >= step, process)  # noqa: B023
+        wait_until_or_ended(lambda: max(list_begun(), default=0) >= step, process)  # noqa: B023
         process.kill()
         process.wait()
         shutil.rmtree(runs)
         process = bucket.start(*flags)
-        wait_for((runs / "a" / STAGING).exists, process)
+        wait_until_or_ended((runs / "a" / STAGING).exists, process)
         process.kill()
         process.wait()
     code, log = bucket.train(*flags)
