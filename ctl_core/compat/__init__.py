@@ -14,7 +14,8 @@ function that uses the name must then be corrected.
                      the eager context: _seed, _rng; whether ops are deterministic; the names of the
                      variables of random generators
     graphs.py        FuncGraph: _watched_variables, _get_function, _variable_creator_stack; the
-                     resources that an op writes; the stack of AutoGraph; the eager context: _config
+                     resources that an op writes; the stack of AutoGraph; the registry of custom
+                     gradients; the eager context: _config
     distribution.py  which replica writes summaries; the context of an update; the resource of a
                      writer; float and int of a DistributedVariable; how a process joins a cluster
                      and creates its devices; the strings that processes publish; how the replicas
@@ -74,6 +75,7 @@ from ctl_core.compat.graphs import (
     leave_creator_scopes,
     make_scratch_graph,
     read_translated_stack,
+    release_custom_gradients,
 )
 from ctl_core.compat.layers import (
     flatten_layers,
@@ -151,6 +153,7 @@ __all__ = [
     "read_translated_stack",
     "read_variables",
     "refuse_optimizers",
+    "release_custom_gradients",
     "restore_position",
     "run_layers",
     "run_replica",

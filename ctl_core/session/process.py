@@ -30,6 +30,9 @@ def leave_run() -> Iterator[None]:
       multiplies them
     - the recording of variables, of layers, and of layers that importing callbacks.py creates
 
+    Graphs that were traced inside the context are deleted when nothing uses them any more, even if
+    they use a ``tf.custom_gradient``.
+
     ``session.run.open_session`` restores the console and the step of summaries. ``Signals``
     restores the signal handlers.
     """
@@ -45,6 +48,7 @@ def leave_run() -> Iterator[None]:
             compat.draw_from(None),
             compat.name_anew(),
             compat.keep_op_determinism(),
+            compat.release_custom_gradients(),
             keep_tensor_float_32(),
             record_nothing(),
             count_logical_replicas(None),

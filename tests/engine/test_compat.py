@@ -345,19 +345,42 @@ def test_a_graph_checkpoint_is_traced_once(tmp_path: Path) -> None:
     assert checkpoint._traced.experimental_get_tracing_count() == 1
 
 
-def test_forgetting_custom_gradients_frees_the_graphs_that_define_them() -> None:
+def trace_custom_gradient() -> tf.types.experimental.ConcreteFunction:
+    """Returns a traced function with a custom gradient, which nothing else keeps."""
+
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def identity(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         return tf.identity(value), lambda gradient: gradient * value
 
-    function = tf.function(identity, autograph=False)
-    graph = weakref.ref(function.get_concrete_function(tf.constant(2.0)).graph)
-    del function
+    return tf.function(identity, autograph=False).get_concrete_function(tf.constant(2.0))
+
+
+def test_forgetting_custom_gradients_frees_the_graphs_that_use_them() -> None:
+    graph = weakref.ref(trace_custom_gradient().graph)
     gc.collect()
     assert graph() is not None
     compat.forget_custom_gradients()
     gc.collect()
     assert graph() is None
+
+
+def test_released_custom_gradients_live_as_long_as_the_graphs_that_use_them() -> None:
+    before = trace_custom_gradient().graph
+    kept = weakref.ref(before)
+    with compat.release_custom_gradients():
+        function = trace_custom_gradient()
+        graph = weakref.ref(function.graph)
+    del before
+    gc.collect()
+    value = tf.constant(3.0)
+    with tf.GradientTape() as tape:
+        tape.watch(value)
+        result = function(value)
+    assert float(tape.gradient(result, value)) == 3.0
+    del function, tape, result
+    gc.collect()
+    assert graph() is None
+    assert kept() is not None
 
 
 def test_the_seed_of_ops_is_put_back() -> None:
