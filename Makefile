@@ -3,6 +3,8 @@
 # make test        lint and all tests but the slow ones
 # make test-slow   the slow ones: kills, clusters of processes, whole environments
 # make test-all    both; each test once
+# make test-part PART=golden   those of one folder (engine, golden), or PART=others: of all other folders
+# make mutations   break the engine in 30 ways, and count how many of the mistakes make check finds
 # make golden      what must not change; MARK="not slow" leaves out what takes long
 # make lint        ruff, mypy, shellcheck
 # make bench       time the engine beside Keras fit and custom loops on the CPU; DEVICE=gpu: on a GPU
@@ -17,7 +19,7 @@
 # make test-browser  open the site in Chromium, look something up, and take pictures in build/screenshots;
 #                  needs Debian's package chromium
 # make release VERSION=2.1.0   check the CHANGELOG, set the version, create a tag, print the push command
-# make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"
+# make test-pythons    a project on each Python, or on those of PYTHONS="3.12 3.13"; PYTHONS=--ends: the newest
 # make test-compat     the private names of TensorFlow and Keras, with those that are named:
 #                      WITH="tensorflow-cpu==2.21.* keras==3.15.*"
 # make test-slurm      launch/slurm.sh on a real Slurm of two nodes here, by Debian's packages, as root
@@ -41,7 +43,7 @@ PROCESSES ?= $(shell "$(PYTHON)" -c 'import os; print(min(8, 1 + (os.cpu_count()
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses $(PROCESSES) --max-worker-restart 0 --dist loadfile \
 	--no-loadscope-reorder $(foreach place,browser ray slurm clouds trackers s3,--ignore tests/on_$(place)) --ignore tests/engine_net
 
-.PHONY: demo pictures check test test-slow test-all golden lint bench bench-engines prove soak generated release \
+.PHONY: demo pictures check test test-slow test-all test-part mutations golden lint bench bench-engines prove soak generated release \
 	python docs test-browser test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers test-s3
 
 demo: $(DEMO_VENV)/.made
@@ -65,6 +67,12 @@ test-slow: $(VENV)/.made
 
 test-all: lint
 	$(PYTEST)
+
+test-part: $(VENV)/.made
+	$(PYTEST) $(if $(filter others,$(PART)),--ignore tests/engine --ignore tests/golden,tests/$(PART))
+
+mutations: $(VENV)/.made
+	"$(VENV)/bin/python" -m scripts.mutations run
 
 golden: $(VENV)/.made
 	$(PYTEST) -m "$(MARK)" tests/golden

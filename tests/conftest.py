@@ -8,6 +8,7 @@ tests except those marked ``slow``.
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,12 +26,8 @@ LONGEST = """
     test_sweep_file test_reported_values test_every_step test_run_files test_cache_files
     test_answers test_signals test_watch test_train_sh test_launch
 """
-# The tests in these files start no process, and each file takes less than half a minute on one
-# core.
-QUICK = """
-    test_architecture test_compat test_layout test_numbers
-    test_reduction test_scripts test_settings
-"""
+# The tests of ``make check``, one node id per line.
+QUICK = Path(__file__).with_name("quick.txt")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -57,12 +54,26 @@ def short_collections() -> Iterator[None]:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the tests by file, keeps their order within a file, and marks them quick or slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sorts the tests by file, keeps their order within a file, and marks them quick or slow.
+
+    Raises:
+        pytest.UsageError: quick.txt names a test that does not exist, or that is slow.
+    """
     rank = {name: number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    quick = {line for line in QUICK.read_text().splitlines() if not line.startswith("#")}
     for item in items:
         if item.get_closest_marker("cluster"):
             item.add_marker("slow")
-        elif item.path.stem in QUICK.split() and not item.get_closest_marker("slow"):
+        if item.nodeid in quick:
             item.add_marker("quick")
+            if item.get_closest_marker("slow"):
+                raise pytest.UsageError(f"{QUICK.name}: {item.nodeid} is slow")
+    if any("::" in argument for argument in config.args):
+        return  # only some tests of a file were collected
+    files = {item.nodeid.partition("::")[0] for item in items}
+    existing = {item.nodeid for item in items}
+    for name in quick:
+        if name.partition("::")[0] in files and name not in existing:
+            raise pytest.UsageError(f"{QUICK.name}: there is no test {name}")
