@@ -10,6 +10,10 @@ MIRROR/NAME, has the layout of the run's folder:
 As in checkpoints.py, the record of a checkpoint is written last and removed first, so a checkpoint
 that was only partly copied is ignored, both in the mirror and in the run's folder.
 
+A run never replaces progress that it does not have. If the mirror has a newer checkpoint that
+cannot be fetched, the run does not start. If the mirror cannot be listed, the run starts from its
+own checkpoint, but copies nothing until a list shows that the mirror has no newer checkpoint.
+
 copying.py decides when a checkpoint is copied. This module does not import TensorFlow, because a
 run is fetched before its settings are known.
 """
@@ -57,6 +61,10 @@ _EVENT_FOLDERS = ("tb", "tb/train", "tb/eval")
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.[\w.-]+")
 
 
+class NotCopied(RuntimeError):
+    """Copying would replace checkpoints in the mirror that this run does not continue."""
+
+
 class Mirror:
     """The copy of a run in a mirror.
 
@@ -82,6 +90,10 @@ class Mirror:
         self._keep = config.mirror_keep
         self.shown = f"{config.mirror.rstrip('/')}/{config.run_name}"
         self.copied_bytes = 0
+        # The newest checkpoint of the run on this machine. Later checkpoints in the mirror were
+        # either copied by this process, or come from another machine.
+        self._newest_here = max(list_saved_steps(self._run / "ckpt"), default=-1)
+        self._copied_steps: set[int] = set()
         # The modification time and size that each file had when it was last copied. Files of
         # checkpoints are not included.
         self._copied_along: dict[str, tuple[int, int]] = {}
@@ -99,7 +111,8 @@ class Mirror:
     def fetch(self, newer_than: int) -> int | None:
         """Fetches the newest complete checkpoint, and the other files of the run.
 
-        All files are downloaded before the first one is moved to its place.
+        All files are downloaded before the first one is moved to its place. Checkpoints that are
+        damaged in the mirror are left out.
 
         Args:
             newer_than: the step of the newest checkpoint in the run's folder, or -1. Only a newer
@@ -152,12 +165,27 @@ class Mirror:
         """Downloads a checkpoint to a new folder, and checks that it is complete.
 
         Raises:
-            Damaged, FileNotFoundError: the checkpoint is incomplete.
+            Damaged, FileNotFoundError: the checkpoint is incomplete in the mirror.
+            OSError: a file cannot be downloaded completely.
         """
         (target / "engine").mkdir(parents=True)
         for path in paths:
-            self._store.download(f"ckpt/{path}", target / path)
+            self._download(f"ckpt/{path}", target / path)
         return read_record(target, step)
+
+    def _download(self, path: str, target: Path) -> None:
+        """Downloads a file.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            OSError: the file cannot be downloaded, or the connection was cut. The checkpoint would
+                otherwise seem to be damaged.
+        """
+        size = self._store.measure(path)
+        self._store.download(path, target)
+        received = target.stat().st_size
+        if size not in (None, received):
+            raise OSError(f"{path}: {received} of {size} bytes were received")
 
     def _download_best(self, files: dict[int, list[str]], record: Record, target: Path) -> None:
         """Downloads the best checkpoint to a new folder, unless it is the newest one.
@@ -177,20 +205,19 @@ class Mirror:
         names = self._store.list_names("")
         for name in _FILES:
             if name in names:
-                self._store.download(name, target / name)
+                self._download(name, target / name)
         for folder in _EVENT_FOLDERS:
             (target / folder).mkdir(exist_ok=True)
             for name in self._store.list_names(folder):
                 if _EVENT_FILE.fullmatch(name):
-                    self._store.download(f"{folder}/{name}", target / folder / name)
+                    self._download(f"{folder}/{name}", target / folder / name)
 
     # ---- Copying --------------------------------------------------------------------------------
 
     def copy(self, folder: Path, step: int, best: int) -> None:
         """Copies a checkpoint and other files of the run; removes old checkpoints from the mirror.
 
-        Checkpoints of later steps are removed, too: if there are any, the run was restarted from an
-        earlier step, and a fetched run must never continue from them.
+        Nothing is removed before the checkpoint is complete in the mirror.
 
         Args:
             folder: a folder with the checkpoint in ``newest``, and possibly the best one in
@@ -201,18 +228,64 @@ class Mirror:
         Raises:
             OSError: a file cannot be copied. The mirror then has its earlier checkpoints, and
                 possibly the new one.
+            NotCopied: the mirror has a newer checkpoint from another machine. Nothing was changed.
         """
         files = self._list_checkpoints()
-        for later in [other for other in files if other > step]:
-            self._remove(files.pop(later))
+        self._refuse_newer(files, folder)
         self._copy_along(folder)
         if best not in _list_recorded(files) and list_saved_steps(folder / "best") == [best]:
+            self._copied_steps.add(best)
             self._upload(folder / "best", best, files.get(best, []))
+        self._copied_steps.add(step)
         self._upload(folder / "newest", step, files.get(step, []))
         files = self._list_checkpoints()
-        kept = {best, *_list_recorded(files)[: self._keep]}
-        for old in files.keys() - kept:
+        newest = [other for other in _list_recorded(files) if other <= step]
+        kept = {best, *newest[: self._keep]}
+        for old in sorted(files.keys() - kept, reverse=True):
             self._remove(files[old])
+
+    def _refuse_newer(self, files: dict[int, list[str]], folder: Path) -> None:
+        """Refuses to copy if the mirror has a newer checkpoint from another machine.
+
+        A damaged checkpoint is not an obstacle: no start can resume from it. If there is one, this
+        method downloads it to find out.
+
+        Args:
+            files: the files of the mirror's checkpoints
+            folder: a folder for temporary files
+
+        Raises:
+            NotCopied: there is such a checkpoint.
+            OSError: the mirror cannot be read.
+        """
+        for step in _list_recorded(files):
+            if step <= self._newest_here or step in self._copied_steps:
+                continue
+            if self._is_damaged(files[step], step, folder / "newer"):
+                self._copied_steps.add(step)
+                continue
+            raise NotCopied(
+                f"{self.shown} has a checkpoint of step {step}, which this run does not continue, "
+                "so nothing is copied or removed there; stop the run, and start it again to "
+                "resume from that checkpoint, or choose another run_name"
+            )
+
+    def _is_damaged(self, paths: Sequence[str], step: int, target: Path) -> bool:
+        """Returns True if a checkpoint in the mirror is incomplete.
+
+        Raises:
+            OSError: the checkpoint cannot be downloaded.
+        """
+        remove(target)
+        try:
+            self._download_checkpoint(paths, step, target)
+        except (Damaged, FileNotFoundError):
+            return True
+        except SetupError:  # another version of the engine wrote it
+            return False
+        finally:
+            remove(target)
+        return False
 
     def _upload(self, folder: Path, step: int, replaced: Sequence[str]) -> None:
         """Uploads a checkpoint, after removing the files in ``replaced`` from the mirror."""
@@ -309,9 +382,9 @@ def fetch_run(config: Config) -> None:
     ``--workers`` fetches the run before it starts its workers.
 
     Raises:
-        SetupError: the run has no checkpoint on this machine, and the mirror cannot be read or has
-            only incomplete checkpoints. A start from scratch would replace the checkpoints in the
-            mirror.
+        SetupError: the mirror has a newer checkpoint that cannot be fetched; or the run has no
+            checkpoint on this machine, and the mirror cannot be listed or has only damaged
+            checkpoints. Otherwise, the run would replace the checkpoints in the mirror.
         PeerLost: the chief does not answer.
     """
     if config.mirror is None:
@@ -327,24 +400,29 @@ def fetch_run(config: Config) -> None:
     local_step = next((record.step for record in read_complete_records(run / "ckpt")), -1)
     try:
         steps = mirror.list_steps()
-        if not steps:
-            _print(f"mirror: {mirror.shown} has no checkpoint yet")
-        elif steps[0] > local_step and not is_run_locked(run):
-            _fetch_locked(mirror, run, local_step)
     except OSError as error:
-        problem = f"mirror: {mirror.shown} cannot be fetched: {format_error(error)}"
+        problem = f"mirror: {mirror.shown} cannot be listed: {format_error(error)}"
         if local_step < 0:
             raise SetupError(
                 f"{problem}; to start from scratch, leave out mirror or choose another run_name."
             ) from error
-        _print(f"warning: {problem}; the run resumes from its own checkpoint of step {local_step}")
+        _print(
+            f"warning: {problem}; the run resumes from its own checkpoint of step {local_step}, "
+            "and nothing is copied while the mirror cannot be listed or has a newer checkpoint"
+        )
+        return
+    if not steps:
+        _print(f"mirror: {mirror.shown} has no checkpoint yet")
+    elif steps[0] > local_step and not is_run_locked(run):
+        _fetch_locked(mirror, run, local_step)
 
 
 def _fetch_locked(mirror: Mirror, run: Path, local_step: int) -> None:
     """Fetches a run while holding its lock, so that no other process can train it.
 
     Raises:
-        SetupError: the run has no checkpoint on this machine, and none in the mirror is complete.
+        SetupError: a newer checkpoint cannot be fetched, or the run has no checkpoint on this
+            machine and none in the mirror is complete.
     """
     run.mkdir(parents=True, exist_ok=True)
     lock = lock_run(run)
@@ -352,6 +430,12 @@ def _fetch_locked(mirror: Mirror, run: Path, local_step: int) -> None:
         return
     try:
         fetched = mirror.fetch(local_step)
+    except OSError as error:
+        raise SetupError(
+            f"mirror: {mirror.shown} has a newer checkpoint, which cannot be fetched: "
+            f"{format_error(error)}; try again, or choose another run_name, because the run "
+            "would replace that checkpoint."
+        ) from error
     finally:
         release_run(run, lock)
     if fetched is None and local_step < 0:

@@ -35,6 +35,12 @@ class Store(Protocol):
     def list_names(self, folder: str) -> list[str]:
         """Returns the names of the files in a folder; an empty list if it does not exist."""
 
+    def measure(self, path: str) -> int | None:
+        """Returns the size of a file in bytes; None if the storage does not know it.
+
+        Raises FileNotFoundError if the file does not exist.
+        """
+
     def download(self, path: str, target: Path) -> None:
         """Copies a file to this machine; raises FileNotFoundError if it does not exist."""
 
@@ -58,6 +64,10 @@ class FolderStore:
     def list_names(self, folder: str) -> list[str]:
         """Returns the names in a folder; an empty list if it does not exist."""
         return list_names(self.root / folder)
+
+    def measure(self, path: str) -> int:
+        """Returns the size of a file in bytes."""
+        return (self.root / path).stat().st_size
 
     def download(self, path: str, target: Path) -> None:
         """Copies a file out of the folder."""
@@ -115,6 +125,12 @@ class FsspecStore:
             except FileNotFoundError:
                 return []
         return [path.rstrip("/").rpartition("/")[2] for path in paths]
+
+    def measure(self, path: str) -> int | None:
+        """Returns the size of a file in bytes; None if the storage does not know it."""
+        with _raise_os_errors():
+            size: int | None = self._files.info(self._locate(path)).get("size")
+        return size
 
     def download(self, path: str, target: Path) -> None:
         """Copies a file to this machine."""

@@ -152,6 +152,41 @@ def test_later_steps_of_an_abandoned_past_are_removed(place: Path) -> None:
     assert fetch() == 2
 
 
+def fill_disk(store: stores.FolderStore, path: str, target: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def cut_connection(store: stores.FolderStore, path: str, target: Path) -> None:
+    target.write_bytes((store.root / path).read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("fail", [fill_disk, cut_connection, None])
+def test_run_does_not_start_if_the_newer_checkpoint_cannot_be_fetched(
+    place: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None] | None
+) -> None:
+    """Otherwise, the run would soon replace the newer checkpoints in the mirror."""
+    save(2)
+    copy(2)
+    shutil.copytree("runs", "kept")
+    for step in (4, 6):
+        save(step)
+        copy(step)
+    shutil.rmtree("runs")
+    Path("kept").rename("runs")
+    expected = small.read_files(Path("there/a/ckpt"))
+    if fail is None:
+        Path("there/a/metrics.jsonl").unlink()
+        Path("there/a/metrics.jsonl").mkdir()
+    else:
+        monkeypatch.setattr(stores.FolderStore, "download", fail)
+    before = small.read_files(Path("runs"))
+    with pytest.raises(SetupError, match="mirror: there/a has a newer checkpoint, which cannot be"):
+        fetch_run(CONFIG)
+    assert small.read_files(Path("there/a/ckpt")) == expected
+    assert {path for path in small.read_files(Path("runs")) if path.name != "pid"} == {*before}
+    monkeypatch.undo()
+
+
 def test_damaged_checkpoint_gives_way_to_the_one_before(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +330,34 @@ def test_killed_while_it_fetches(place: Path, monkeypatch: pytest.MonkeyPatch) -
         assert list_saved_steps(ckpt / "best") == [1] and is_whole(ckpt / "best", 1)
         operations += 1
     assert operations > 15
+
+
+def test_killed_while_it_replaces_a_damaged_checkpoint(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new checkpoint is complete in the mirror before the damaged later one is removed."""
+    for step in (1, 2, 8, 9):
+        save(step)
+        copy(step)
+    for step in (8, 9):
+        for path in list_files(Path("runs/a/ckpt"), step):
+            path.unlink()
+        Path(f"there/a/ckpt/engine/ckpt-{step}.index").write_bytes(b"cut")
+    save(4, best=1)
+    shutil.copytree("runs", "kept-runs")
+    shutil.copytree("there", "kept")
+    fetched = list[int | None]()
+    was_cut = True
+    while was_cut:
+        for name in ("there", "runs"):
+            shutil.rmtree(name)
+        shutil.copytree("kept", "there")
+        shutil.copytree("kept-runs", "runs")
+        was_cut = cut_copying(Fuse(len(fetched)), monkeypatch)
+        fetched.append(fetch())
+    assert fetched == [2] * fetched.count(2) + [4] * fetched.count(4)
+    assert fetched.count(2) > 5 and fetched.count(4) > 5
+    assert list_saved_steps(Path("there/a/ckpt")) == [4, 2]
 
 
 # ---- Training runs with a mirror ----------------------------------------------------------------
@@ -477,7 +540,37 @@ def test_mirror_that_cannot_be_read_is_refused_unless_the_run_is_here(
     assert "the run resumes from its own checkpoint of step 5" in out
     lose_machine()
     outcome = cli(None, "--steps", "10", "--mirror", "m", command=FLAGS)
-    refused(outcome, "mirror: m/a cannot be fetched: TimeoutError", "choose another run_name")
+    refused(outcome, "mirror: m/a cannot be listed: TimeoutError", "choose another run_name")
+
+
+def test_run_that_could_not_list_the_mirror_copies_nothing_over_newer_checkpoints(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that missed the progress of another one trains, but leaves the mirror alone."""
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    train(cli, "--steps", "5", "--mirror", "m")
+    shutil.copytree("runs", "kept")
+    train(cli, "--steps", "20", "--mirror", "m")
+    shutil.rmtree("runs")
+    Path("kept").rename("runs")
+    expected = small.read_files(Path("m"))
+    list_names = stores.FolderStore.list_names
+    failures = [1]
+
+    def fail_once(store: stores.FolderStore, folder: str) -> list[str]:
+        if failures:
+            failures.pop()
+            raise_timeout()
+        return list_names(store, folder)
+
+    monkeypatch.setattr(stores.FolderStore, "list_names", fail_once)
+    out = train(cli, "--steps", "10", "--mirror", "m")
+    assert "mirror: m/a cannot be listed: TimeoutError: no answer" in out
+    assert out.count("m/a has a checkpoint of step 20, which this run does not continue") == 1
+    assert small.read_files(Path("m")) == expected
+    out = train(cli, "--steps", "25", "--mirror", "m")
+    assert "fetching the checkpoint of step 20" in out
+    assert list_saved_steps(Path("m/a/ckpt")) == [25, 20, 15]
 
 
 def raise_timeout(*_: object) -> list[str]:
