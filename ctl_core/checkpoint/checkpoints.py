@@ -497,7 +497,7 @@ def _explain_none_whole(folder: Path, source: Source | None) -> str:
         )
     return (
         f"{relative_path(folder)}: there are checkpoints, but all of them are damaged; to "
-        "start over, choose another run_name or remove the folder."
+        "start over, choose another run_name."
     )
 
 

@@ -46,6 +46,7 @@ from ctl_core.run.files import (
     format_checkpoint_list,
     is_run_locked,
     lock_run,
+    refuse_patterns,
     relative_path,
     release_run,
     remove,
@@ -389,6 +390,7 @@ def fetch_run(config: Config) -> None:
     """
     if config.mirror is None:
         return
+    refuse_patterns("runs_dir", config.runs_dir)
     mirror = Mirror(config)
     task = read_task(config)
     if task.kind != "worker" or task.shares_gpus:
@@ -441,7 +443,7 @@ def _fetch_locked(mirror: Mirror, run: Path, local_step: int) -> None:
     if fetched is None and local_step < 0:
         raise SetupError(
             f"mirror: {mirror.shown} has checkpoints, but all of them are damaged; to start "
-            "over, choose another run_name or remove them."
+            "over, choose another run_name."
         )
     if fetched is not None:
         _print(f"mirror: the checkpoint of step {fetched} was fetched to {relative_path(run)}")

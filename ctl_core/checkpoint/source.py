@@ -14,7 +14,7 @@ from typing import Literal
 from ctl_core.checkpoint.record import is_whole, list_saved_steps, read_complete_records
 from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.run.errors import SetupError
-from ctl_core.run.files import relative_path
+from ctl_core.run.files import refuse_patterns, relative_path
 from ctl_core.run.settings import Config, Count
 
 # The name of a checkpoint: its step, "best" for the checkpoint that ``keep_best`` keeps, or "last"
@@ -101,6 +101,7 @@ def read_source(setting: str, text: str, runs_dir: str) -> Source:
     assert match is not None
     for folder in (Path(runs_dir, match["run"]), Path(match["run"])):
         if (folder / "ckpt").is_dir():
+            refuse_patterns(setting, folder)
             source = Source(setting, folder.absolute(), _parse_step(match["step"]))
             source.find_steps()
             return source
@@ -130,8 +131,10 @@ def find_start(config: Config) -> Source | None:
 
     Raises:
         SetupError: ``fork`` or ``init_from`` names something that does not exist, or this run has
-            checkpoints but was not forked from the run that ``fork`` names.
+            checkpoints but was not forked from the run that ``fork`` names; or TensorFlow would
+            take a path for a pattern.
     """
+    refuse_patterns("runs_dir", config.runs_dir)
     if config.run_name is not None:
         run = Path(config.runs_dir, config.run_name).absolute()
         if list_saved_steps(run / "ckpt"):
@@ -141,7 +144,9 @@ def find_start(config: Config) -> Source | None:
                     f"from {config.fork}; choose another run_name."
                 )
             return Source("run_name", run)
-    if config.init_from is not None and not is_model(config.init_from):
+    if config.init_from is not None and Path(config.init_from, "saved_model.pb").is_file():
+        refuse_patterns("init_from", config.init_from)
+    elif config.init_from is not None and not is_model(config.init_from):
         read_source("init_from", config.init_from, config.runs_dir)
     if config.fork:
         return read_source("fork", config.fork, config.runs_dir)

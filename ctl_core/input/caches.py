@@ -18,6 +18,7 @@ import tensorflow as tf
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import is_snapshot, list_stages, read_cache_file
 from ctl_core.hooks.hooks import Hook
+from ctl_core.run.files import find_pattern_character
 
 
 def list_cache_files(dataset: tf.data.Dataset) -> list[str]:
@@ -43,8 +44,16 @@ def refuse_unfinished_caches(hook: Hook, dataset: tf.data.Dataset) -> None:
     """Rejects a pipeline if another process has left one of the cache files unfinished.
 
     Raises:
-        SetupError: a cache file is unfinished; the message names it.
+        SetupError: a cache file is unfinished, or TensorFlow would take its name for a pattern; the
+            message names it.
     """
+    for file in list_cache_files(dataset):
+        character = find_pattern_character(file)
+        if character is not None:
+            raise hook.reject(
+                f"its cache file {file} contains {character!r}, so TensorFlow takes the name for a "
+                "pattern, and could delete other cache files; choose a name without * ? [ ] \\"
+            )
     for file in list_unfinished_caches(dataset):
         if tf.io.gfile.glob(f"{file}_*"):
             # An unused iterator of this process removes its cache files when it is deleted.

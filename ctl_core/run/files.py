@@ -4,11 +4,14 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from ctl_core.run.errors import SetupError, format_name
 
 try:
     import fcntl
@@ -18,6 +21,8 @@ except ImportError:  # Windows
 # The name of the lock file in a run's folder. The process that trains the run locks the file and
 # writes its process ID to it.
 LOCK = "pid"
+# The characters of patterns in TensorFlow. On Windows, the backslash separates folders.
+_PATTERN_CHARACTERS = "*?[]" if os.sep == "\\" else "*?[]\\"
 
 
 def relative_path(path: str | Path) -> str:
@@ -27,6 +32,38 @@ def relative_path(path: str | Path) -> str:
     if relative.split(os.sep)[0] == os.pardir:
         return absolute
     return relative
+
+
+def find_pattern_character(path: str | Path) -> str | None:
+    """Returns the first character of a path that has a meaning in a pattern of file names, if any.
+
+    TensorFlow reads and deletes the files of checkpoints and caches by patterns. In a folder called
+    ``exp?``, it would read and delete the files of ``exp1`` as well; in ``[x]``, it finds nothing.
+    """
+    found = re.search(f"[{re.escape(_PATTERN_CHARACTERS)}]", str(path))
+    if found is None:
+        return None
+    return found[0]
+
+
+def refuse_patterns(setting: str, path: str | Path) -> None:
+    """Refuses a folder of checkpoints whose path TensorFlow would take for a pattern.
+
+    Args:
+        setting: the setting that names the folder, for the message
+        path: the path of the folder; a relative path is made absolute
+
+    Raises:
+        SetupError: the path contains a character of patterns.
+    """
+    absolute = os.path.abspath(path)
+    character = find_pattern_character(absolute)
+    if character is not None:
+        raise SetupError(
+            f"{setting}: {format_name(absolute)} contains {character!r}, so TensorFlow takes it "
+            "for a pattern, and could read or delete the checkpoints of other folders; rename the "
+            f"folder, or choose another one: a path without {' '.join(_PATTERN_CHARACTERS)}"
+        )
 
 
 def is_stdout(path: Path) -> bool:

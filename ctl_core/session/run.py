@@ -25,6 +25,7 @@ from ctl_core.run.files import (
     atomic_write,
     choose_run_name,
     lock_run,
+    refuse_patterns,
     relative_path,
     release_run,
 )
@@ -79,6 +80,7 @@ class Run:
         Raises:
             SetupError: the run cannot start with these settings, or another process is training it.
         """
+        refuse_patterns("runs_dir", config.runs_dir)
         name = config.run_name or choose_run_name(Path(config.runs_dir))
         # The path is absolute, because a hook may change the current folder.
         self.path = Path(config.runs_dir).absolute() / name

@@ -68,3 +68,13 @@ def test_complete_cache_is_read(train: Train, tmp_path: Path) -> None:
     train(hooks, steps=9, run_name="first", batch_size=16)
     assert (tmp_path / "cached.index").exists()
     train(hooks, steps=9, run_name="second", batch_size=16)
+
+
+@pytest.mark.parametrize("character", "*?[]\\")
+def test_name_that_is_a_pattern_is_refused(train: Train, tmp_path: Path, character: str) -> None:
+    """TensorFlow would delete the cache of another run, whose name the pattern matches."""
+    hooks = cached_hooks(tmp_path / f"cached{character}")
+    with pytest.raises(ctl_core.SetupError, match="takes the name for a pattern") as error:
+        train(hooks, steps=2)
+    assert "test_cache_files.py" in str(error.value)
+    assert not list(tmp_path.glob("cached*"))
