@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -133,6 +134,7 @@ class Checkpoints:
         self._position = InputPosition(state, console)
         self._writer = Writer(state, self._engine_part)
         self._settings = format_config(state.config)
+        self._run_id = uuid.uuid4().hex  # replaced if the run is resumed
 
     def _find_created(self) -> dict[str, tf.Variable]:
         """Returns the variables of the engine's part by name.
@@ -274,6 +276,7 @@ class Checkpoints:
             logical_replicas=state.config.logical_replicas,
             intra_op_threads=state.config.intra_op_threads,
             generators=[state.tolist() for state in state.components.generators.initial_states],
+            run_id=self._run_id,
         )
         position = SavedPosition()
         # All processes read the same data, so it is enough to save the position of the chief.
@@ -410,6 +413,7 @@ class Checkpoints:
         self.saved_step = -1
         if folder == self._folder:
             self.saved_step = step
+            self._run_id = record.run_id
         return record
 
     def _settle_averages(self, record: Record, with_input: bool) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from ctl_core.checkpoint.record import (
     list_saved_steps,
     read_complete_records,
     read_record,
+    read_run_id,
 )
 from ctl_core.checkpoint.stores import FolderStore, open_store
 from ctl_core.cluster.task import read_task, wait_for_chief
@@ -64,6 +66,10 @@ _EVENT_FILE = re.compile(r"events\.out\.tfevents\.[\w.-]+")
 
 class NotCopied(RuntimeError):
     """Copying would replace checkpoints in the mirror that this run does not continue."""
+
+
+class OtherRun(SetupError):
+    """The mirror has the checkpoints of another run with the same name."""
 
 
 class Mirror:
@@ -95,6 +101,7 @@ class Mirror:
         # either copied by this process, or come from another machine.
         self._newest_here = max(list_saved_steps(self._run / "ckpt"), default=-1)
         self._copied_steps: set[int] = set()
+        self._is_own = False  # whether the mirror is known to belong to this run
         # The modification time and size that each file had when it was last copied. Files of
         # checkpoints are not included.
         self._copied_along: dict[str, tuple[int, int]] = {}
@@ -125,6 +132,7 @@ class Mirror:
         Raises:
             OSError: the mirror cannot be read, or the run's folder cannot be written.
             SetupError: another version of the engine wrote the checkpoint.
+            OtherRun: the checkpoint belongs to another run.
         """
         files = self._list_checkpoints()
         folder = self._run / STAGING
@@ -135,6 +143,7 @@ class Mirror:
             remove(folder)
             try:
                 record = self._download_checkpoint(files[step], step, folder / "ckpt")
+                self._compare_ids(record.run_id, self._read_own_id(), step)
                 self._download_best(files, record, folder / "ckpt" / "best")
                 self._download_along(folder)
                 _put_in_place(folder, step, self._run)
@@ -144,6 +153,8 @@ class Mirror:
                     f"warning: mirror: the checkpoint of step {step} in {self.shown} is damaged "
                     f"({format_error(error, 160).removeprefix('Damaged: ')})"
                 )
+            except OtherRun:
+                raise
             except SetupError as error:
                 raise SetupError(
                     f"mirror: the checkpoint of step {step} in {self.shown} was written by a "
@@ -153,6 +164,48 @@ class Mirror:
             finally:
                 remove(folder)
         return None
+
+    def refuse_other_run(self) -> None:
+        """Refuses to train if the mirror has the checkpoints of another run with the same name.
+
+        Raises:
+            OtherRun: the ids of the runs differ.
+            OSError: the mirror cannot be read.
+        """
+        own_id = self._read_own_id()
+        for step in self.list_steps():
+            found = self._fetch_run_id(step)
+            if found:
+                self._compare_ids(found, own_id, step)
+                return
+
+    def _read_own_id(self) -> str:
+        """Returns the id of the run in the run's folder; an empty string if it is not known."""
+        records = read_complete_records(self._run / "ckpt")
+        return next((record.run_id for record in records), "")
+
+    def _fetch_run_id(self, step: int) -> str:
+        """Returns the id in a record of the mirror; an empty string if there is none."""
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder, "record")
+            try:
+                self._download(f"ckpt/engine/ckpt-{step}.json", target)
+            except FileNotFoundError:
+                return ""
+            return read_run_id(target)
+
+    def _compare_ids(self, found: str, own: str, step: int) -> None:
+        """Compares the id in the mirror with that of the run; an unknown id fits every run.
+
+        Raises:
+            OtherRun: the ids differ.
+        """
+        if found and own and found != own:
+            raise OtherRun(
+                f"mirror: {self.shown} belongs to another run: its checkpoint of step {step} has "
+                f"the run_id {found[:8]}, but {relative_path(self._run)} has {own[:8]}; choose "
+                "another run_name, or give each project its own mirror."
+            )
 
     def _list_checkpoints(self) -> dict[int, list[str]]:
         """Returns the checkpoint files in the mirror by step.
@@ -230,8 +283,12 @@ class Mirror:
             OSError: a file cannot be copied. The mirror then has its earlier checkpoints, and
                 possibly the new one.
             NotCopied: the mirror has a newer checkpoint from another machine. Nothing was changed.
+            OtherRun: the mirror has the checkpoints of another run. Nothing was changed.
         """
         files = self._list_checkpoints()
+        if not self._is_own:
+            self.refuse_other_run()
+            self._is_own = True
         self._refuse_newer(files, folder)
         self._copy_along(folder)
         if best not in _list_recorded(files) and list_saved_steps(folder / "best") == [best]:
@@ -385,7 +442,8 @@ def fetch_run(config: Config) -> None:
     Raises:
         SetupError: the mirror has a newer checkpoint that cannot be fetched; or the run has no
             checkpoint on this machine, and the mirror cannot be listed or has only damaged
-            checkpoints. Otherwise, the run would replace the checkpoints in the mirror.
+            checkpoints; or the mirror has the checkpoints of another run. Otherwise, the run would
+            replace the checkpoints in the mirror.
         PeerLost: the chief does not answer.
     """
     if config.mirror is None:
@@ -402,15 +460,17 @@ def fetch_run(config: Config) -> None:
     local_step = next((record.step for record in read_complete_records(run / "ckpt")), -1)
     try:
         steps = mirror.list_steps()
+        if steps and steps[0] <= local_step:
+            mirror.refuse_other_run()
     except OSError as error:
-        problem = f"mirror: {mirror.shown} cannot be listed: {format_error(error)}"
+        problem = f"mirror: {mirror.shown} cannot be read: {format_error(error)}"
         if local_step < 0:
             raise SetupError(
                 f"{problem}; to start from scratch, leave out mirror or choose another run_name."
             ) from error
         _print(
             f"warning: {problem}; the run resumes from its own checkpoint of step {local_step}, "
-            "and nothing is copied while the mirror cannot be listed or has a newer checkpoint"
+            "and nothing is copied while the mirror cannot be read or has a newer checkpoint"
         )
         return
     if not steps:

@@ -64,6 +64,8 @@ class Record:
         logical_replicas: the setting ``logical_replicas``
         intra_op_threads: the number of threads of an op; None if the run does not fix it
         generators: the initial states of random generators; empty without logical replicas
+        run_id: a random string that all checkpoints of a run have in common, and that no other run
+            has; empty in the records of a run that engine 2.0 or older began
         format: the ``FORMAT`` of the engine that wrote the record
         engine: the version of that engine
     """
@@ -88,6 +90,7 @@ class Record:
     logical_replicas: int | None = None
     intra_op_threads: int | None = None
     generators: list[list[int]] = dataclasses.field(default_factory=list)
+    run_id: str = ""
     format: int = FORMAT
     engine: str = __version__
 
@@ -197,6 +200,21 @@ def read_record(folder: Path, step: int) -> Record:
     if record.sizes and measure_files(folder, step) != record.sizes:
         raise Damaged("one of its files is incomplete")
     return record
+
+
+def read_run_id(path: Path) -> str:
+    """Returns the id of a run from a record without the other files of its checkpoint.
+
+    Returns:
+        The id; an empty string if the record has none, or cannot be read.
+    """
+    try:
+        run_id = json.loads(path.read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return ""
+    if isinstance(run_id, str):
+        return run_id
+    return ""
 
 
 @functools.cache

@@ -540,7 +540,7 @@ def test_mirror_that_cannot_be_read_is_refused_unless_the_run_is_here(
     assert "the run resumes from its own checkpoint of step 5" in out
     lose_machine()
     outcome = cli(None, "--steps", "10", "--mirror", "m", command=FLAGS)
-    refused(outcome, "mirror: m/a cannot be listed: TimeoutError", "choose another run_name")
+    refused(outcome, "mirror: m/a cannot be read: TimeoutError", "choose another run_name")
 
 
 def test_run_that_could_not_list_the_mirror_copies_nothing_over_newer_checkpoints(
@@ -565,12 +565,49 @@ def test_run_that_could_not_list_the_mirror_copies_nothing_over_newer_checkpoint
 
     monkeypatch.setattr(stores.FolderStore, "list_names", fail_once)
     out = train(cli, "--steps", "10", "--mirror", "m")
-    assert "mirror: m/a cannot be listed: TimeoutError: no answer" in out
+    assert "mirror: m/a cannot be read: TimeoutError: no answer" in out
     assert out.count("m/a has a checkpoint of step 20, which this run does not continue") == 1
     assert small.read_files(Path("m")) == expected
     out = train(cli, "--steps", "25", "--mirror", "m")
     assert "fetching the checkpoint of step 20" in out
     assert list_saved_steps(Path("m/a/ckpt")) == [25, 20, 15]
+
+
+@pytest.mark.parametrize("steps", ["20", "5"])
+def test_another_run_of_the_same_name_is_refused(cli: Cli, tmp_path: Path, steps: str) -> None:
+    """The other run may have more or fewer steps. Neither of the two runs is changed."""
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    train(cli, "--steps", "10", "--seed", "1")
+    Path("runs").rename("kept")
+    train(cli, "--steps", steps, "--seed", "2", "--mirror", "m")
+    shutil.rmtree("runs")
+    Path("kept").rename("runs")
+    before = {**small.read_files(Path("runs")), **small.read_files(Path("m"))}
+    outcome = cli(None, "--steps", "15", "--mirror", "m", command=FLAGS)
+    refused(
+        outcome, f"m/a belongs to another run: its checkpoint of step {steps}", "but runs/a has"
+    )
+    assert before == {**small.read_files(Path("runs")), **small.read_files(Path("m"))}
+
+
+def test_another_run_that_appears_during_training_is_left_alone(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mirror is empty when the run starts; then another run copies its first checkpoint."""
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    train(cli, "--steps", "5", "--mirror", "other")
+    shutil.rmtree("runs")
+    stage = copying.Copier._stage
+
+    def stage_second(copier: copying.Copier, step: int, is_new: bool) -> None:
+        if not Path("m").exists():
+            shutil.copytree("other", "m")
+        stage(copier, step, is_new)
+
+    monkeypatch.setattr(copying.Copier, "_stage", stage_second)
+    out = train(cli, "--steps", "15", "--mirror", "m")
+    assert out.count("m/a belongs to another run: its checkpoint of step 5") == 1
+    assert list_saved_steps(Path("m/a/ckpt")) == [5]
 
 
 def raise_timeout(*_: object) -> list[str]:
