@@ -30,6 +30,7 @@ from pathlib import Path
 from ctl_core.checkpoint.record import (
     Damaged,
     Record,
+    check_digests,
     find_best_step,
     group_by_step,
     list_files,
@@ -216,16 +217,18 @@ class Mirror:
         return group_by_step(self._store.list_names("ckpt"), self._store.list_names("ckpt/engine"))
 
     def _download_checkpoint(self, paths: Sequence[str], step: int, target: Path) -> Record:
-        """Downloads a checkpoint to a new folder, and checks that it is complete.
+        """Downloads a checkpoint to a new folder, and checks that it is complete and unchanged.
 
         Raises:
-            Damaged, FileNotFoundError: the checkpoint is incomplete in the mirror.
+            Damaged, FileNotFoundError: the checkpoint is damaged in the mirror.
             OSError: a file cannot be downloaded completely.
         """
         (target / "engine").mkdir(parents=True)
         for path in paths:
             self._download(f"ckpt/{path}", target / path)
-        return read_record(target, step)
+        record = read_record(target, step)
+        check_digests(target, record)
+        return record
 
     def _download(self, path: str, target: Path) -> None:
         """Downloads a file.
@@ -329,7 +332,7 @@ class Mirror:
             )
 
     def _is_damaged(self, paths: Sequence[str], step: int, target: Path) -> bool:
-        """Returns True if a checkpoint in the mirror is incomplete.
+        """Returns True if a checkpoint in the mirror is incomplete or has changed.
 
         Raises:
             OSError: the checkpoint cannot be downloaded.

@@ -66,6 +66,7 @@ class Record:
         generators: the initial states of random generators; empty without logical replicas
         run_id: a random string that all checkpoints of a run have in common, and that no other run
             has; empty in the records of a run that engine 2.0 or older began
+        digests: the result of ``digest_files``; empty if the run had no mirror
         format: the ``FORMAT`` of the engine that wrote the record
         engine: the version of that engine
     """
@@ -91,6 +92,7 @@ class Record:
     intra_op_threads: int | None = None
     generators: list[list[int]] = dataclasses.field(default_factory=list)
     run_id: str = ""
+    digests: dict[str, str] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
     engine: str = __version__
 
@@ -125,15 +127,22 @@ def find_user_part(folder: Path, step: int) -> Path:
     raise Damaged("one of its files is missing")
 
 
-def write_record(folder: Path, record: Record) -> None:
+def write_record(folder: Path, record: Record, with_digests: bool = False) -> None:
     """Writes the record of a checkpoint; all other files must have been written before.
 
     The record is written completely or not at all. All files are flushed to the disk, so that a
     power cut causes no more damage than a kill.
+
+    Args:
+        folder: the checkpoint folder
+        record: the record; its sizes and digests are set
+        with_digests: whether to compute the digests, for which all files are read
     """
     engine = folder / "engine"
     path = engine / f"ckpt-{record.step}.json"
     record.sizes = measure_files(folder, record.step)
+    if with_digests:
+        record.digests = digest_files(folder, record.step)
     flush_to_disk(*list_files(folder, record.step), folder / "checkpoint", engine, folder)
     content = dataclasses.asdict(record)
     with atomic_write(path) as temporary:
@@ -162,6 +171,33 @@ def measure_files(folder: Path, step: int) -> dict[str, int]:
             if name.startswith(beginning) and re.fullmatch(_TENSOR_FILE, suffix):
                 sizes[owner + suffix] = (prefix.parent / name).stat().st_size
     return sizes
+
+
+def digest_files(folder: Path, step: int) -> dict[str, str]:
+    """Returns the SHA-256 of each file of a checkpoint except the record.
+
+    Returns:
+        The digests in hexadecimal digits, by the path of the file relative to the folder.
+    """
+    digests = {}
+    for path in list_files(folder, step):
+        if path.suffix != ".json":
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256")
+            digests[path.relative_to(folder).as_posix()] = digest.hexdigest()
+    return digests
+
+
+def check_digests(folder: Path, record: Record) -> None:
+    """Checks the contents of all files of a checkpoint, if its record contains their digests.
+
+    Raises:
+        Damaged: a file is missing, or has other content than when the checkpoint was saved.
+    """
+    found = digest_files(folder, record.step)
+    for path, digest in record.digests.items():
+        if found.get(path) != digest:
+            raise Damaged(f"the content of {path} has changed")
 
 
 def _compute_checksum(content: dict[str, Any]) -> str:

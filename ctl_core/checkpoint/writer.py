@@ -164,7 +164,7 @@ class Writer:
             raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
         copies.engine_part.write(str(folder / "engine" / f"ckpt-{record.step}"))
         write_position()
-        write_record(folder, record)
+        write_record(folder, record, with_digests=self._state.config.mirror is not None)
         keep_and_remove(self._state, record)
         self.written.append((record.step, Path(saved)))
 

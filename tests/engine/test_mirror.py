@@ -76,9 +76,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def save(step: int, best: int = -1) -> None:
     """Writes a checkpoint of the run, as training does. Two of its files contain the step."""
     ckpt = Path("runs/a/ckpt")
-    write_checkpoint(ckpt, step, best)
+    saved = write_checkpoint(ckpt, step, best)
     for path in (ckpt / f"ckpt-{step}.index", ckpt / "engine" / f"input-{step}.index"):
-        path.write_text(f"{step:05}")  # The size of the file must not change.
+        path.write_text(f"{step:05}")
+    record.write_record(ckpt, saved, with_digests=True)
     Path("runs/a/metrics.jsonl").write_text(f'{{"step": {step}}}\n')
     if best == step:
         shutil.rmtree(ckpt / "best", ignore_errors=True)
@@ -204,6 +205,25 @@ def test_damaged_checkpoint_gives_way_to_the_one_before(
     with pytest.raises(SetupError, match=r"there/a has checkpoints, but all of them are damaged"):
         fetch_run(CONFIG)
     assert list_saved_steps(Path("runs/a/ckpt")) == []
+
+
+@pytest.mark.parametrize("name", ["ckpt-3.data-00000-of-00001", "engine/input-3.index"])
+def test_bit_flip_in_the_mirror_is_found(
+    place: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """The checkpoint before is fetched, and the damaged one is replaced later."""
+    for step in (2, 3):
+        save(step)
+        copy(step)
+    path = Path("there/a/ckpt", name)
+    content = bytearray(path.read_bytes())
+    content[2] ^= 4
+    path.write_bytes(content)
+    assert fetch() == 2
+    assert f"step 3 in there/a is damaged (the content of {name} has" in capsys.readouterr().out
+    save(3)
+    copy(3)
+    assert fetch() == 3
 
 
 def test_checkpoint_of_another_engine_is_refused(
@@ -571,6 +591,7 @@ def test_run_that_could_not_list_the_mirror_copies_nothing_over_newer_checkpoint
     out = train(cli, "--steps", "25", "--mirror", "m")
     assert "fetching the checkpoint of step 20" in out
     assert list_saved_steps(Path("m/a/ckpt")) == [25, 20, 15]
+    assert "ckpt-25.index" in record.read_record(Path("m/a/ckpt"), 25).digests
 
 
 @pytest.mark.parametrize("steps", ["20", "5"])
