@@ -33,7 +33,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.checkpoint.finite import FiniteWeights
+from ctl_core.checkpoint.finite import FiniteVariables
 from ctl_core.checkpoint.position import UNREADABLE, InputPosition, SavedPosition
 from ctl_core.checkpoint.record import Damaged, Record, find_user_part, list_files, read_record
 from ctl_core.checkpoint.retention import keep_and_remove, sweep
@@ -129,7 +129,9 @@ class Checkpoints:
         self._divergence = Divergence(
             state, [variable for variable in variables.values() if id(variable) not in differing]
         )
-        self._finite_weights = FiniteWeights(state)
+        self._finite_variables = FiniteVariables(state)
+        # Whether the weights were finite when they were last checked; None if they were not.
+        self._is_finite: bool | None = None
         self._vocabularies = Vocabularies(state)
         self._position = InputPosition(state, console)
         self._writer = Writer(state, self._engine_part)
@@ -225,14 +227,18 @@ class Checkpoints:
         and no older checkpoint is deleted for it. Further checkpoints of this kind would soon
         replace all usable ones.
 
+        Weights are all variables that an evaluation uses, see ``FiniteVariables``.
+
         Raises:
             RunError: ``on_nan`` is stop, and a weight is not finite.
         """
         state = self._state
         if state.config.on_nan == "ignore":
+            self._check_for_mirror(step)
             return True
-        was_finite = state.has_finite_weights
-        name = self._finite_weights.find_nonfinite()
+        was_finite = self._is_finite is not False
+        name = self._finite_variables.find_nonfinite()
+        self._is_finite = name is None
         state.has_finite_weights = name is None
         if name is None:
             return True
@@ -248,6 +254,19 @@ class Checkpoints:
                 "comes from."
             )
         return was_finite
+
+    def _check_for_mirror(self, step: int) -> None:
+        """Checks the weights if the run has a mirror, which keeps only finite checkpoints."""
+        if self._state.config.mirror is None:
+            return
+        was_finite = self._is_finite is not False
+        name = self._finite_variables.find_nonfinite()
+        self._is_finite = name is None
+        if was_finite and name is not None:
+            self._console.warn(
+                f"after step {step}, {name} is not finite. No further checkpoints are copied to "
+                "the mirror until all weights are finite again."
+            )
 
     def _warn_of_loss_scale(self) -> None:
         loss_scale = self._state.components.loss_scale
@@ -277,6 +296,7 @@ class Checkpoints:
             intra_op_threads=state.config.intra_op_threads,
             generators=[state.tolist() for state in state.components.generators.initial_states],
             run_id=self._run_id,
+            is_finite=self._is_finite,
         )
         position = SavedPosition()
         # All processes read the same data, so it is enough to save the position of the chief.

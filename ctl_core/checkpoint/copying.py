@@ -110,7 +110,7 @@ class Copier(Listener):
     def _copy_last(self) -> None:
         """Copies the run's newest checkpoint, if it was not staged yet and the mirror lacks it."""
         records = read_complete_records(self._run / "ckpt")
-        step = next((record.step for record in records), -1)
+        step = next((record.step for record in records if record.is_finite is not False), -1)
         if step > self._last_step:
             self._stage(step, is_new=False)
 
@@ -143,17 +143,25 @@ class Copier(Listener):
         return 0.0
 
     def _stage(self, step: int, is_new: bool) -> None:
-        """Links the files of a checkpoint, and queues it for the thread to copy."""
+        """Links the files of a checkpoint, and queues it for the thread to copy.
+
+        A checkpoint with weights that are not finite is left out. In the mirror, it would soon
+        replace all usable checkpoints.
+        """
         ckpt = self._run / "ckpt"
         folder = self._run / STAGING / str(step)
-        self._last_step = step
         try:
+            record = read_record(ckpt, step)
+            if record.is_finite is False:
+                return
+            self._last_step = step
             remove(folder)
             copy_checkpoint(ckpt, step, folder / "newest")
-            best = find_best_step(read_record(ckpt, step).progress["best"])
+            best = find_best_step(record.progress["best"])
             if best not in (-1, step) and best in list_saved_steps(ckpt / "best"):
                 copy_checkpoint(ckpt / "best", best, folder / "best")
         except (OSError, Damaged) as error:
+            self._last_step = step
             self._note_failure(step, error)
             return
         with self._condition:

@@ -1,4 +1,4 @@
-"""Finds weights that are NaN or infinite, before a checkpoint is written."""
+"""Finds variables that are NaN or infinite, before a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -6,39 +6,57 @@ import tensorflow as tf
 
 from ctl_core.model.copies import list_local_components
 from ctl_core.model.state import State
-from ctl_core.numerics.variables import unwrap
+from ctl_core.numerics.variables import is_summed, unwrap
+from ctl_core.types import Variable
+
+# The hooks whose variables an evaluation uses. ``ema`` stands for the averages of the weights.
+_USED = ("create_model/", "create_eval_model/", "ema/")
+_TRAINED = ("create_loss/",)
+# The dtypes that can represent NaN, and that ``tf.math.is_finite`` supports.
+_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
 
 
-class FiniteWeights:
-    """Finds NaN and infinity in the trainable variables that ``create_model`` has created.
+class FiniteVariables:
+    """Finds NaN and infinity in all variables that an evaluation uses.
+
+    These are the variables of the model, including moving statistics, the averages of the weights,
+    and the trained variables of the loss. An entry that is not finite when this object is created
+    does not count, such as an entry of a mask that contains -infinity.
 
     The loss of a step is computed before the update, so it does not show whether the update has
-    made the weights NaN. All processes of a cluster get the same result, since their weights are
-    equal.
+    made the variables NaN. All processes of a cluster get the same result, since the values of
+    these variables are equal, except for moving statistics, which the caller has to average before.
     """
 
     def __init__(self, state: State) -> None:
-        trained = {
+        """Reads the initial values of the variables."""
+        used = {
             name.removeprefix("create_model/"): variable
             for name, variable in state.recording.variables.items()
-            if name.startswith("create_model/") and _is_trained(variable)
+            if _is_used(name, variable)
         }
-        self._names = list(trained)
+        self._names = list(used)
         # All replicas have the same values, so it is enough to check the first replica.
-        variables = [
-            list_local_components(state.strategy, [variable])[0] for variable in trained.values()
+        self._variables = [
+            list_local_components(state.strategy, [variable])[0] for variable in used.values()
         ]
+        # For each variable with initial values that are not finite, whether each entry counts.
+        self._counting: dict[int, tf.Tensor] = {}
+        for index, variable in enumerate(self._variables):
+            finite = _is_finite(variable)
+            if not tf.reduce_all(finite):
+                self._counting[index] = finite
+        self._are_finite = tf.function(self._check, autograph=False)
 
-        @tf.function(autograph=False)
-        def are_finite() -> tf.Tensor:
-            """Returns a tensor of shape [variables] that is True for each finite variable."""
-            finite = []
-            for variable in variables:
-                with tf.device(variable.device):
-                    finite.append(tf.reduce_all(tf.math.is_finite(variable.read_value())))
-            return tf.stack(finite)
-
-        self._are_finite = are_finite
+    def _check(self) -> tf.Tensor:
+        """Returns a tensor of shape [variables] that is True for each finite variable."""
+        are_finite = []
+        for index, variable in enumerate(self._variables):
+            finite = _is_finite(variable)
+            if index in self._counting:
+                finite |= ~self._counting[index]
+            are_finite.append(tf.reduce_all(finite))
+        return tf.stack(are_finite)
 
     def find_nonfinite(self) -> str | None:
         """Returns the name of the first variable that is not finite; None if all are finite."""
@@ -50,7 +68,21 @@ class FiniteWeights:
         return self._names[are_finite.argmin()]
 
 
-def _is_trained(variable: tf.Variable) -> bool:
-    """Returns True if a variable is trainable and its dtype can represent NaN."""
+def _is_used(name: str, variable: Variable) -> bool:
+    """Returns True if an evaluation uses a variable, and its dtype can represent NaN.
+
+    Variables that are summed over the replicas are left out, because their values differ between
+    the processes of a cluster.
+    """
     variable = unwrap(variable)
-    return bool(variable.trainable) and (variable.dtype.is_floating or variable.dtype.is_complex)
+    is_part = name.startswith(_USED) or (name.startswith(_TRAINED) and bool(variable.trainable))
+    return is_part and variable.dtype in _DTYPES and not is_summed(variable)
+
+
+def _is_finite(variable: tf.Variable) -> tf.Tensor:
+    """Returns for each entry of a variable whether it is finite."""
+    with tf.device(variable.device):
+        value = variable.read_value()
+        if value.dtype.is_complex:
+            return tf.math.is_finite(tf.math.real(value)) & tf.math.is_finite(tf.math.imag(value))
+        return tf.math.is_finite(value)

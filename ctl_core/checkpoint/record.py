@@ -66,6 +66,8 @@ class Record:
         generators: the initial states of random generators; empty without logical replicas
         run_id: a random string that all checkpoints of a run have in common, and that no other run
             has; empty in the records of a run that engine 2.0 or older began
+        is_finite: whether the weights were finite, see ``FiniteVariables``; None if they were not
+            checked
         digests: the result of ``digest_files``; empty if the run had no mirror
         format: the ``FORMAT`` of the engine that wrote the record
         engine: the version of that engine
@@ -92,6 +94,7 @@ class Record:
     intra_op_threads: int | None = None
     generators: list[list[int]] = dataclasses.field(default_factory=list)
     run_id: str = ""
+    is_finite: bool | None = None
     digests: dict[str, str] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
     engine: str = __version__

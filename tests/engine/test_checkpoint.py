@@ -16,7 +16,7 @@ import ctl_core
 from ctl_core.run import console
 from ctl_core.run.errors import RunError
 from tests.golden import engine, small
-from tests.helpers.cases import FEATURES, assert_weights, dropout_model, make_hooks, sgd
+from tests.helpers.cases import FEATURES, assert_weights, dropout_model, make_hooks, norm_model, sgd
 from tests.helpers.project import Train
 
 
@@ -249,6 +249,85 @@ def test_on_nan_stop_writes_no_checkpoint_of_weights_that_are_nan(train: Train) 
     folders = (state.run_dir.parent / "stop" / "ckpt", state.run_dir / "ckpt")
     assert [numbers(folder, "engine/ckpt-*.json") for folder in folders] == [[4], [4, 8]]
     assert not state.diverged
+
+
+def spoil_row(row: int) -> Any:
+    """Returns a ``create_dataset`` hook with a NaN in one row of the inputs."""
+    inputs, target = small.data()
+    inputs[row, 2] = np.nan
+    return small.slices((inputs, target), drop_remainder=True)
+
+
+def spoil_average(first: int) -> dict[int, Any]:
+    """Returns ``at_step`` hooks that make the weights NaN for a single step."""
+    kept: list[np.ndarray] = []
+
+    def spoil(train_model: Any) -> None:
+        kept[:] = train_model.get_weights()
+        train_model.set_weights([np.full_like(weight, np.nan) for weight in kept])
+
+    return {first: spoil, first + 1: lambda train_model: train_model.set_weights(kept)}
+
+
+@pytest.mark.parametrize(
+    ("hooks", "settings", "name"),
+    [
+        ({"create_dataset": spoil_row(70)}, {}, "moving_mean"),
+        ({"create_dataset": spoil_row(70)}, {"virtual_devices": 3}, "moving_mean"),
+        ({"at_step": spoil_average(5)}, {"ema": 0.5}, "ema/"),
+    ],
+)
+def test_no_checkpoint_that_an_evaluation_cannot_use_replaces_a_usable_one(
+    train: Train, tmp_path: Path, capsys: Any, hooks: Any, settings: dict[str, Any], name: str
+) -> None:
+    """The loss is finite again in the next step, but moving statistics or averages stay NaN."""
+    mirror = tmp_path / "m"
+    settings = {"ckpt_every": 2, "keep": 2, "mirror": str(mirror), **settings}
+    program = make_hooks(create_model=norm_model, **hooks)
+    state = train(program, steps=12, batch_size=16, **settings)
+    assert numbers(state.run_dir / "ckpt", "engine/ckpt-*.json") == [2, 4, 6]
+    assert numbers(mirror / "run" / "ckpt", "engine/ckpt-*.json") == [2, 4]
+    assert state.diverged and np.isfinite(state.train_model.layers[-1].get_weights()[0]).all()
+    assert re.search(rf"after step 6, \S*{name}\S* is not finite", capsys.readouterr().out)
+
+
+def test_on_nan_ignore_mirrors_only_finite_checkpoints(train: Train, tmp_path: Path) -> None:
+    hooks = make_hooks(create_model=norm_model, create_dataset=spoil_row(70))
+    settings = {"ckpt_every": 2, "mirror": str(tmp_path / "m"), "on_nan": "ignore"}
+    state = train(hooks, steps=10, batch_size=16, **settings)
+    assert numbers(state.run_dir / "ckpt", "engine/ckpt-*.json") == [2, 4, 6, 8, 10]
+    assert numbers(tmp_path / "m/run/ckpt", "engine/ckpt-*.json") == [2, 4]
+
+
+class Masked(keras.Model):
+    """Has values that are infinite from the beginning: a mask, and a minimum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small.create_model()
+        mask = keras.initializers.Constant(np.array([0.0] + [-np.inf] * 15, "float32")[:, None])
+        self.mask = self.add_weight(shape=(16, 1), initializer=mask, trainable=False)
+        lowest = keras.initializers.Constant(np.inf)
+        self.lowest = self.add_weight(shape=(2,), initializer=lowest, trainable=False)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        output = self.inner(inputs)
+        if training:
+            self.lowest.assign(tf.stack([tf.reduce_min(output), np.inf]))
+        return output + tf.reduce_max(self.mask)
+
+
+def test_values_that_are_infinite_from_the_beginning_do_not_count(
+    train: Train, tmp_path: Path
+) -> None:
+    hooks = make_hooks(create_model=Masked, create_opt=small.create_opt)
+    settings = {"ckpt_every": 2, "mirror": str(tmp_path / "m"), "on_nan": "stop"}
+    for steps in (4, 6):
+        state = train(hooks, steps=steps, batch_size=16, **settings)
+    for folder in (state.run_dir, tmp_path / "m/run"):
+        assert numbers(folder / "ckpt", "engine/ckpt-*.json") == [2, 4, 6]
+    assert not state.diverged
+    assert np.isfinite(state.train_model.lowest.numpy()).tolist() == [True, False]
 
 
 # ---- Checkpoints that are written in the background ----------------------------------------------
