@@ -216,7 +216,7 @@ class Trainer:
         console.stop()
         for warning in describe_nonfinite(state):
             console.warn(warning)
-        for line in describe_end(state, self.start):
+        for line in describe_end(state, self.start, self.checkpoints.saved_step):
             console.say(line)
         if state.diverged and ending != "stopped":
             ending = "diverged"

@@ -132,6 +132,9 @@ class Checkpoints:
         self._finite_variables = FiniteVariables(state)
         # Whether the weights were finite when they were last checked; None if they were not.
         self._is_finite: bool | None = None
+        # Whether the run has a checkpoint of weights that are not finite, from which it did not
+        # resume.
+        self._has_nonfinite = False
         self._vocabularies = Vocabularies(state)
         self._position = InputPosition(state, console)
         self._writer = Writer(state, self._engine_part)
@@ -253,7 +256,7 @@ class Checkpoints:
                 "until all weights are finite again; --detect-anomaly finds where the NaN "
                 "comes from."
             )
-        return was_finite
+        return was_finite and not self._has_nonfinite
 
     def _check_for_mirror(self, step: int) -> None:
         """Checks the weights if the run has a mirror, which keeps only finite checkpoints."""
@@ -372,6 +375,8 @@ class Checkpoints:
         if source is not None:
             folder = source.folder
             steps = source.find_steps()
+            if with_input and source.wanted is None:
+                steps = self._put_nonfinite_last(folder, steps)
         if not self._cluster.has_same(repr(steps).encode()):
             raise SetupError(
                 f"runs_dir: {relative_path(self._folder)} contains different checkpoints on "
@@ -388,21 +393,78 @@ class Checkpoints:
             raise SetupError(_explain_none_whole(folder, source))
         if with_input and self._cluster.task.chief:
             sweep(self._folder)
+        self._set_initial_generators(record)
+        if with_input and self._state.config.logical_replicas is None:
+            fold_in_replica_id(
+                self._state.recording.generators, self._state.strategy, self._cluster.task
+            )
+        if record is not None:
+            self._finish_restoring(folder, record, with_input)
+        return record
+
+    def _set_initial_generators(self, record: Record | None) -> None:
+        """Sets the initial states of random generators to those with which the run began."""
         generators = self._state.components.generators
         if record is not None and record.generators:
             generators.initial_states = [np.array(state) for state in record.generators]
         else:
             generators.initial_states = [state.numpy() for state in generators.variables]
-        if with_input and self._state.config.logical_replicas is None:
-            fold_in_replica_id(
-                self._state.recording.generators, self._state.strategy, self._cluster.task
-            )
-        if with_input and record is not None:
-            self._finish_restoring(folder, record)
-        return record
 
-    def _finish_restoring(self, folder: Path, record: Record) -> None:
-        """Restores the values that differ between replicas, and removes files left by a kill."""
+    def _put_nonfinite_last(self, folder: Path, steps: list[int]) -> list[int]:
+        """Moves the newest checkpoints to the end of a list if their weights are not finite.
+
+        A run could not become finite again from these checkpoints. It resumes from the newest
+        checkpoint before them, if there is one.
+
+        Args:
+            folder: the folder with the checkpoints
+            steps: the steps of the checkpoints, newest first
+        """
+        if self._state.config.on_nan == "ignore":
+            return steps
+        finite = steps
+        while finite and _is_known_nonfinite(folder, finite[0]):
+            finite = finite[1:]
+        nonfinite = steps[: len(steps) - len(finite)]
+        if finite and nonfinite:
+            self._has_nonfinite = True
+            self._console.warn(
+                f"the weights of the newest checkpoint, step {steps[0]}, are not finite, so "
+                f"training resumes from step {finite[0]}; --fork {relative_path(folder.parent)}"
+                f"@{steps[0]} starts a new run from step {steps[0]}."
+            )
+        return finite + nonfinite
+
+    def _check_restored(self, record: Record, with_input: bool) -> None:
+        """Checks whether restored weights are finite.
+
+        If training resumes, this decides whether a further checkpoint may be written. Otherwise, a
+        warning is printed.
+
+        Args:
+            record: the record of the checkpoint
+            with_input: whether training resumes from the checkpoint
+        """
+        if self._state.config.on_nan == "ignore" or record.is_finite:
+            return
+        name = self._finite_variables.find_nonfinite()
+        if name is None:
+            return
+        if with_input:
+            self._is_finite = False
+            self._state.has_finite_weights = False
+        self._console.warn(
+            f"the checkpoint of step {record.step} is not finite: {name} contains NaN or infinity."
+        )
+
+    def _finish_restoring(self, folder: Path, record: Record, with_input: bool) -> None:
+        """Checks the restored weights; if training resumes, prepares the folder for it.
+
+        Restores the values that differ between replicas, and removes files left by a kill.
+        """
+        self._check_restored(record, with_input)
+        if not with_input:
+            return
         self._restore_statistics(folder, record)
         if folder != self._folder:
             self._console.say(f"fork: continues from {relative_path(folder)}, step {record.step}.")
@@ -504,6 +566,14 @@ class Checkpoints:
                 f"{relative_path(prefix)} cannot be read: each replica's statistics continue "
                 "from their mean, so weights may differ by rounding."
             )
+
+
+def _is_known_nonfinite(folder: Path, step: int) -> bool:
+    """Returns True if a record says that the weights of a checkpoint are not finite."""
+    try:
+        return read_record(folder, step).is_finite is False
+    except Damaged:
+        return False
 
 
 def _explain_none_whole(folder: Path, source: Source | None) -> str:

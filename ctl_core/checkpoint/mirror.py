@@ -32,6 +32,7 @@ from ctl_core.checkpoint.record import (
     Record,
     check_digests,
     find_best_step,
+    find_newest_usable,
     group_by_step,
     list_files,
     list_names,
@@ -98,9 +99,9 @@ class Mirror:
         self._keep = config.mirror_keep
         self.shown = f"{config.mirror.rstrip('/')}/{config.run_name}"
         self.copied_bytes = 0
-        # The newest checkpoint of the run on this machine. Later checkpoints in the mirror were
-        # either copied by this process, or come from another machine.
-        self._newest_here = max(list_saved_steps(self._run / "ckpt"), default=-1)
+        # The newest usable checkpoint of the run on this machine. Later checkpoints in the mirror
+        # were either copied by this process, or come from another machine.
+        self._newest_here = find_newest_usable(self._run / "ckpt", config.on_nan)
         self._copied_steps: set[int] = set()
         self._is_own = False  # whether the mirror is known to belong to this run
         # The modification time and size that each file had when it was last copied. Files of
@@ -460,7 +461,7 @@ def fetch_run(config: Config) -> None:
     if not task.chief:
         wait_for_chief(task, lambda: _measure(run / STAGING))
         return
-    local_step = next((record.step for record in read_complete_records(run / "ckpt")), -1)
+    local_step = find_newest_usable(run / "ckpt", config.on_nan)
     try:
         steps = mirror.list_steps()
         if steps and steps[0] <= local_step:

@@ -276,6 +276,18 @@ def read_complete_records(folder: Path) -> Iterator[Record]:
             yield read_record(folder, step)
 
 
+def find_newest_usable(folder: Path, on_nan: str) -> int:
+    """Returns the step of the checkpoint from which a run resumes, or -1.
+
+    It is the newest complete checkpoint whose weights are finite. With ``on_nan: ignore``, the
+    weights do not matter.
+    """
+    for record in read_complete_records(folder):
+        if on_nan == "ignore" or record.is_finite is not False:
+            return record.step
+    return -1
+
+
 def is_whole(folder: Path, step: int) -> bool:
     """Returns True if a folder contains a complete checkpoint of a step."""
     try:

@@ -110,7 +110,7 @@ def count_parameters(state: State) -> str:
     return f"{sum(sizes.values()):,} parameters to train"
 
 
-def describe_end(state: State, start: int) -> list[str]:
+def describe_end(state: State, start: int, saved_step: int) -> list[str]:
     """Returns lines about the outcome of training.
 
     They contain the reason for the end, the duration, the last evaluation, and commands to run
@@ -119,11 +119,12 @@ def describe_end(state: State, start: int) -> list[str]:
     Args:
         state: the state of the run
         start: the step at which this process started
+        saved_step: the step of the newest checkpoint, or -1
     """
     run_name = Path(state.run_dir).name
     if state.stopped_by is not None:
         name = signal.Signals(state.stopped_by).name
-        ending = f"stopped by {name}, saved"
+        ending = f"stopped by {name}, {_describe_saved(state, saved_step)}"
     elif state.ended:
         ending = "ended early"
     else:
@@ -152,6 +153,15 @@ def describe_end(state: State, start: int) -> list[str]:
     if state.evaluation is not None:
         lines.append(f"  python -m ctl_core evaluate {run_name}")
     return lines
+
+
+def _describe_saved(state: State, saved_step: int) -> str:
+    """Returns a phrase that says which checkpoint a run has that was stopped by a signal."""
+    if saved_step == state.step:
+        return "saved"
+    if saved_step < 0:
+        return "not saved, because its weights are not finite"
+    return f"not saved after step {saved_step}, because its weights are not finite"
 
 
 def describe_nonfinite(state: State) -> list[str]:

@@ -1,7 +1,9 @@
 """Tests of checkpoints: retention, saving and restoring in hooks, damage, and changed programs."""
 
+import os
 import re
 import shutil
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -289,6 +291,44 @@ def test_no_checkpoint_that_an_evaluation_cannot_use_replaces_a_usable_one(
     assert numbers(mirror / "run" / "ckpt", "engine/ckpt-*.json") == [2, 4]
     assert state.diverged and np.isfinite(state.train_model.layers[-1].get_weights()[0]).all()
     assert re.search(rf"after step 6, \S*{name}\S* is not finite", capsys.readouterr().out)
+
+
+def test_restarts_after_a_nan_keep_the_good_checkpoints(
+    train: Train, tmp_path: Path, capsys: Any
+) -> None:
+    """Each start resumes from the last good checkpoint, here and on another machine."""
+    mirror = tmp_path / "m"
+    settings = {"ckpt_every": 2, "keep": 2, "mirror": str(mirror), "mirror_keep": 1}
+    hooks = make_hooks(update_pre=spoil_from(5))
+    for steps in (8, 9, 12):
+        state = train(hooks, steps=steps, **settings)
+        assert numbers(state.run_dir / "ckpt", "engine/ckpt-*.json") == [2, 4, 6]
+        assert numbers(mirror / "run" / "ckpt", "engine/ckpt-*.json") == [4]
+        assert state.diverged
+    assert capsys.readouterr().out.count("so training resumes from step 4;") == 2
+    shutil.rmtree(state.run_dir)
+    repaired = train(make_hooks(update_pre=spoil_from(99)), steps=12, **settings)
+    whole = train(make_hooks(update_pre=spoil_from(99)), steps=12, run_name="whole")
+    assert_weights(repaired, whole, rtol=0)
+    assert numbers(mirror / "run" / "ckpt", "engine/ckpt-*.json") == [12]
+
+
+def test_what_is_not_finite_is_not_called_saved(train: Train, capsys: Any) -> None:
+    """A run that is stopped while its weights are NaN says so; ``load`` warns of its checkpoint."""
+
+    def stop(step: int) -> None:
+        if step in (5, 7):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hooks = make_hooks(update_pre=spoil_from(5), every_steps={1: stop})
+    for said in ("stopped by SIGTERM, saved: step 5;", "not saved after step 4, because"):
+        state = train(hooks, steps=12, ckpt_every=4)
+        assert said in capsys.readouterr().out and state.stopped_by == signal.SIGTERM
+    assert numbers(state.run_dir / "ckpt", "engine/ckpt-*.json") == [4, 5]
+    ctl_core.load(state.run_dir, "last", callbacks=hooks)
+    assert "the checkpoint of step 5 is not finite: sequential" in capsys.readouterr().out
+    ctl_core.load(state.run_dir, 4, callbacks=hooks)
+    assert "not finite" not in capsys.readouterr().out
 
 
 def test_on_nan_ignore_mirrors_only_finite_checkpoints(train: Train, tmp_path: Path) -> None:

@@ -465,7 +465,7 @@ def test_console_prints_few_lines_into_a_pipe(
     assert describe_start(state, 0, 41).endswith(reason)
     peaks = {"current": 2**20, "peak": 3 * 2**20}
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", {"GPU:0": peaks}.get)
-    assert "; peak GPU memory 3 MiB" in describe_end(state, 0)[0]
+    assert "; peak GPU memory 3 MiB" in describe_end(state, 0, 0)[0]
 
 
 def test_a_start_that_fails_leaves_no_dated_folder(tmp_path: Path) -> None:
