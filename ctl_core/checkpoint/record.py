@@ -130,22 +130,15 @@ def find_user_part(folder: Path, step: int) -> Path:
     raise Damaged("one of its files is missing")
 
 
-def write_record(folder: Path, record: Record, with_digests: bool = False) -> None:
+def write_record(folder: Path, record: Record) -> None:
     """Writes the record of a checkpoint; all other files must have been written before.
 
     The record is written completely or not at all. All files are flushed to the disk, so that a
     power cut causes no more damage than a kill.
-
-    Args:
-        folder: the checkpoint folder
-        record: the record; its sizes and digests are set
-        with_digests: whether to compute the digests, for which all files are read
     """
     engine = folder / "engine"
     path = engine / f"ckpt-{record.step}.json"
     record.sizes = measure_files(folder, record.step)
-    if with_digests:
-        record.digests = digest_files(folder, record.step)
     flush_to_disk(*list_files(folder, record.step), folder / "checkpoint", engine, folder)
     content = dataclasses.asdict(record)
     with atomic_write(path) as temporary:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.checkpoint.record import Record, write_record
+from ctl_core.checkpoint.record import Record, digest_files, write_record
 from ctl_core.checkpoint.retention import keep_and_remove
 from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.compat import GraphCheckpoint, Node, hold_objects, saves_itself
@@ -164,7 +164,9 @@ class Writer:
             raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
         copies.engine_part.write(str(folder / "engine" / f"ckpt-{record.step}"))
         write_position()
-        write_record(folder, record, with_digests=self._state.config.mirror is not None)
+        if self._state.config.mirror is not None:
+            record.digests = digest_files(folder, record.step)
+        write_record(folder, record)
         keep_and_remove(self._state, record)
         self.written.append((record.step, Path(saved)))
 

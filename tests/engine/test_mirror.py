@@ -79,7 +79,8 @@ def save(step: int, best: int = -1) -> None:
     saved = write_checkpoint(ckpt, step, best)
     for path in (ckpt / f"ckpt-{step}.index", ckpt / "engine" / f"input-{step}.index"):
         path.write_text(f"{step:05}")
-    record.write_record(ckpt, saved, with_digests=True)
+    saved.digests = record.digest_files(ckpt, step)
+    record.write_record(ckpt, saved)
     Path("runs/a/metrics.jsonl").write_text(f'{{"step": {step}}}\n')
     if best == step:
         shutil.rmtree(ckpt / "best", ignore_errors=True)
