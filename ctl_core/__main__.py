@@ -9,7 +9,7 @@ Exit codes:
 - 130: Training saved a checkpoint and stopped after SIGINT, or stopped without saving after a
   second SIGINT.
 - 143: Training saved a checkpoint and stopped after SIGTERM or SIGUSR1, or stopped without saving
-  because it made no progress for ``stall_seconds``.
+  because it made no progress for ``stall_seconds``, or because it had not begun.
 """
 
 import contextlib
@@ -25,6 +25,11 @@ import types
 from pathlib import Path
 from typing import Any
 
+from ctl_core.cluster import signals
+
+if __name__ == "__main__":  # before the slow imports
+    signals.end_quietly()
+
 from ctl_core.run.errors import CtlError, PeerLost, format_error
 
 try:
@@ -32,7 +37,6 @@ try:
     from ctl_core.checkpoint.source import find_start
     from ctl_core.checkpoint.stores import locate_mirror
     from ctl_core.cluster import background, supervisor
-    from ctl_core.cluster.signals import INTERRUPTED
     from ctl_core.cluster.task import LONGEST, Task, read_task
     from ctl_core.commands.cli import COMMANDS, Command, parse_command
     from ctl_core.commands.stub import format_hook_stub, format_stub
@@ -71,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     owns_process = argv is None
     if argv is None:
         argv = sys.argv[1:]
+        signals.end_on_signals()
         keep_outputs()
     if not argv or argv[0] in ("-h", "--help"):
         _print_usage()
@@ -120,8 +125,10 @@ def _describe_failure(error: BaseException) -> tuple[int, str]:
     """Returns the exit code and the one-line message of a failure."""
     if isinstance(error, CtlError):
         return error.exit_code, str(error)
+    if isinstance(error, signals.Terminated):
+        return signals.TERMINATED, signals.describe_end(str(error))
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted"
+        return signals.INTERRUPTED, "interrupted"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(frame.filename).name}:{frame.lineno}"
     return 1, f"{format_error(error)} ({where}; --debug shows the traceback)"
@@ -130,7 +137,7 @@ def _describe_failure(error: BaseException) -> tuple[int, str]:
 def _would_hang_at_exit(code: int, owns_process: bool) -> bool:
     """Returns True if Python's own shutdown after a failure might never end."""
     # After an interrupt, a thread of the user's program may never end.
-    if owns_process and code == INTERRUPTED:
+    if owns_process and code in (signals.INTERRUPTED, signals.TERMINATED):
         return True
     # TensorFlow's shutdown waits for the other processes of a cluster, while these wait for this
     # process in a collective. The module is looked up in sys.modules rather than imported, because
@@ -237,6 +244,8 @@ def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
     elif config.intra_op_threads is not None:  # the number of threads changes the order of sums
         _prepare_devices(dataclasses.replace(config, virtual_devices=1), is_check=False)
     quiet_libraries(not config.debug)
+    if not is_training:
+        signals.leave_to_system()
     callbacks = load_callbacks(hooks_file)
     # If callbacks.py has changed the working directory, the folder of the run must stay the same.
     if Path.cwd() != folder:

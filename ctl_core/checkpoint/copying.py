@@ -23,6 +23,7 @@ from ctl_core.checkpoint.record import (
     read_complete_records,
     read_record,
 )
+from ctl_core.cluster.signals import Terminated, postpone_end
 from ctl_core.cluster.task import Task
 from ctl_core.run.console import Console
 from ctl_core.run.errors import format_error
@@ -93,7 +94,8 @@ class Copier(Listener):
         """Waits until the mirror has the last checkpoint; Ctrl-C ends the wait."""
         self._copy_last()
         try:
-            self._wait()
+            with postpone_end(self._console.say, f"step {self._last_step} is copied"):
+                self._wait()
         except KeyboardInterrupt:
             self._console.warn(
                 f"mirror: the copy to {self._mirror.shown} was interrupted; the earlier "
@@ -217,8 +219,8 @@ def copy_to_mirror(
 ) -> Iterator[None]:
     """Copies the checkpoints of a run to its mirror, on the chief; does nothing without a mirror.
 
-    When training has ended or failed, the context waits for the last copy. It does not wait if
-    training was interrupted.
+    When training has ended or failed, the context waits for the last copy, even after SIGTERM. It
+    does not wait if training was interrupted by Ctrl-C.
 
     Args:
         config: the settings
@@ -234,7 +236,9 @@ def copy_to_mirror(
     listeners.candidates.append(copier)
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if isinstance(error, Terminated):
+            copier.finish()
         raise
     except BaseException:
         copier.finish()

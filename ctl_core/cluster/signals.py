@@ -2,17 +2,21 @@
 
 SIGUSR1, with which batch systems announce the end of a job, is handled like SIGTERM.
 
+Outside of the context ``Signals``, there is nothing to save, so SIGTERM and SIGUSR1 end the process
+with exit code 143, see ``end_on_signals``.
+
 A signal that only one process receives is passed to the others between two graph calls: see
 sync.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TypeAlias
 
@@ -20,11 +24,132 @@ from typing import TypeAlias
 # (seconds).
 SAME_SIGNAL = 1.0
 INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
 
 _SIGUSR1 = getattr(signal, "SIGUSR1", None)  # Windows has no SIGUSR1
 
 # A handler that signal.signal accepts or returns; None if it was not installed from Python.
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGUSR1 ends the process while there is nothing to save."""
+
+
+# The process that has called ``end_on_signals``. Processes that it forks have the same handlers.
+_process = 0
+
+
+def end_quietly() -> None:
+    """Makes signals end the process with one line, until ``end_on_signals`` is called.
+
+    This is for the imports at the beginning of the command line, where an exception would print a
+    traceback. A signal that is ignored, or that already has a handler, stays as it is.
+    """
+    for number in (signal.SIGINT, *_list_ending()):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _end_quietly)
+
+
+def end_on_signals() -> None:
+    """Makes SIGTERM and SIGUSR1 raise ``Terminated``, and Ctrl-C KeyboardInterrupt.
+
+    Without a handler, the exit code of the process would depend on the signal, and process 1 of a
+    container would ignore the signals.
+    """
+    global _process
+    _process = os.getpid()
+    for number in _list_ending():
+        if signal.getsignal(number) in (signal.SIG_DFL, _end_quietly):
+            signal.signal(number, _terminate)
+    if signal.getsignal(signal.SIGINT) is _end_quietly:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def leave_to_system() -> None:
+    """Lets SIGTERM end the process immediately, even in a long graph call.
+
+    A command that does not train has nothing to save. Process 1 of a container keeps its handler.
+    """
+    if os.getpid() != 1 and signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_quietly(number: int, _: FrameType | None) -> None:
+    """Ends the process with a line; it writes directly, because a stream may be in use."""
+    if number == signal.SIGINT:
+        os.write(2, b"error: interrupted\n")
+        os._exit(INTERRUPTED)
+    os.write(2, f"error: {describe_end(signal.Signals(number).name)}\n".encode())
+    os._exit(TERMINATED)
+
+
+def describe_end(name: str) -> str:
+    """Returns the message about a signal that ends the process while there is nothing to save."""
+    return f"{name}: the process ends; it was not training."
+
+
+def _terminate(number: int, _: FrameType | None) -> None:
+    if os.getpid() != _process:
+        _signal_again(number)
+        return
+    raise Terminated(signal.Signals(number).name)
+
+
+def _signal_again(number: int) -> None:
+    """Ends a forked process, for example of multiprocessing, as if it had no handler."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def keep_handlers() -> Iterator[None]:
+    """Restores the handlers of all signals at the end of the context.
+
+    When a process joins a cluster, TensorFlow installs a handler for SIGTERM, which ignores it.
+    """
+    handlers = {number: signal.getsignal(number) for number in _list_ending()}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if handler is not None:
+                    signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def postpone_end(say: Callable[[str], None], work: str) -> Iterator[None]:
+    """Finishes work before SIGTERM or SIGUSR1 ends the process.
+
+    Args:
+        say: prints a line; it is called in a separate thread
+        work: what is finished, for the line
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    process = os.getpid()
+
+    def note(number: int, _: FrameType | None) -> None:
+        if os.getpid() != process:
+            _signal_again(number)
+            return
+        line = f"{signal.Signals(number).name}: the process ends as soon as {work}."
+        threading.Thread(target=say, args=(line,), daemon=True).start()
+
+    with keep_handlers():
+        for number in _list_ending():
+            if signal.getsignal(number) in (signal.SIG_DFL, _terminate):
+                signal.signal(number, note)
+        yield
+
+
+def _list_ending() -> list[signal.Signals]:
+    """Returns the signals that ask a process to end."""
+    if _SIGUSR1 is None:
+        return [signal.SIGTERM]
+    return [signal.SIGTERM, _SIGUSR1]
 
 
 class Signals:
@@ -66,7 +191,8 @@ class Signals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous_handlers[number] = signal.signal(number, self._note)
             # If the user has installed a handler for SIGUSR1, it is kept.
-            if _SIGUSR1 is not None and signal.getsignal(_SIGUSR1) is signal.SIG_DFL:
+            is_free = _SIGUSR1 and signal.getsignal(_SIGUSR1) in (signal.SIG_DFL, _terminate)
+            if _SIGUSR1 is not None and is_free:
                 self._previous_handlers[_SIGUSR1] = signal.signal(_SIGUSR1, self._note)
         return self
 
@@ -109,8 +235,7 @@ class Signals:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:  # in a forked child process, as of multiprocessing
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+            _signal_again(number)
             return
         number = self.translate(number)
         if number not in self.numbers:

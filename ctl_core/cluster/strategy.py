@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from ctl_core.cluster.signals import keep_handlers
 from ctl_core.cluster.task import (
     JOIN_SECONDS,
     Task,
@@ -199,7 +200,7 @@ def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
         num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
     )
     try:
-        with list_cpu_devices(virtual_devices), cut_join(JOIN_SECONDS):
+        with keep_handlers(), list_cpu_devices(virtual_devices), cut_join(JOIN_SECONDS):
             return tf.distribute.MultiWorkerMirroredStrategy(resolver)
     except tf.errors.OpError as error:
         raise PeerLost(describe_loss(task, error)) from error

@@ -3,7 +3,9 @@
 import functools
 import json
 import multiprocessing
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,10 @@ import tensorflow as tf
 
 from ctl_core.checkpoint import writer
 from ctl_core.cluster import signals
-from tests.golden import small
+from tests.golden import engine, small
 from tests.helpers.cases import assert_weights, make_hooks
 from tests.helpers.project import Train
+from tests.helpers.waiting import wait_until_or_ended
 
 SETTINGS = {"ckpt_every": 4, "eval_every": 6}
 Kill = Callable[[], None]
@@ -120,3 +123,65 @@ def test_a_process_that_is_forked_off_a_run_ends_by_a_signal() -> None:
         child.terminate()
         child.join(60)
         assert child.exitcode == -signal.SIGTERM and not received.numbers
+
+
+# A module that every command imports at its beginning, and hooks.
+SLEEPING = """
+import time
+
+print("there", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "during", "code", "said"),
+    [
+        (signal.SIGINT, "pydantic.py", 130, "error: interrupted"),
+        (signal.SIGTERM, "pydantic.py", 143, "error: SIGTERM: the process ends"),
+        (signal.SIGUSR1, "callbacks.py", 143, "error: SIGUSR1: the process ends"),
+    ],
+)
+def test_a_signal_during_the_start_ends_the_process(
+    tmp_path: Path, number: int, during: str, code: int, said: str
+) -> None:
+    """The end has one line and the documented code, before and after the imports."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    (tmp_path / during).write_text(SLEEPING)
+    environ = engine.environment()
+    environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environ["PYTHONPATH"]])
+    command = engine.command_line("train", "--steps=4", "--run-name=a")
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "there\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.count("\n")) == (code, 1) and err.startswith(said)
+
+
+@pytest.mark.cluster
+def test_a_signal_before_training_ends_a_cluster(tmp_path: Path) -> None:
+    """TensorFlow's own handler, which a process gets when it joins, would ignore SIGTERM."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + SLEEPING)
+    command = engine.command_line("train", "--steps=4", "--run-name=a", "--workers=2")
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=engine.environment(), stdout=log, stderr=log
+        )
+    others_log = tmp_path / "runs/a/worker-1.log"
+    wait_until_or_ended(
+        lambda: "there" in (tmp_path / "log").read_text() and "there" in others_log.read_text(),
+        process,
+    )
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert "error: SIGTERM: the process ends; it was not training." in others_log.read_text()
+    assert not (tmp_path / "runs/a/ckpt").exists()

@@ -7,6 +7,7 @@ import linecache
 import os
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,8 @@ import ctl_core
 from tests.golden import ROOT
 
 DEVICES = 5
+# A command installs handlers for these signals, which it keeps until its process ends.
+ENDING = (signal.SIGTERM, signal.SIGUSR1)
 # New processes must find the lean sitecustomize, the engine and these tests.
 PYTHONPATH = os.pathsep.join([str(ROOT / "tests" / "helpers" / "lean"), str(ROOT)])
 
@@ -96,7 +99,12 @@ def commands_here(
             patch.setattr(sys, "argv", ["ctl_core", *words])
             for name, value in environ.items():
                 patch.setenv(name, value)
-            runpy.run_module("ctl_core", run_name="__main__", alter_sys=True)
+            handlers = {number: signal.getsignal(number) for number in ENDING}
+            try:
+                runpy.run_module("ctl_core", run_name="__main__", alter_sys=True)
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
         return Outcome(int(ended.value.code or 0), *capfd.readouterr())
 
     return run
