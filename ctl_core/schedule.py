@@ -13,7 +13,7 @@ from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.table import OBSERVED
 from ctl_core.model.state import State
 from ctl_core.run.errors import SetupError
-from ctl_core.run.settings import EPOCHS, PERIODS, parse_seconds
+from ctl_core.run.settings import EPOCHS, LARGEST, PERIODS, parse_seconds
 
 # The time that a graph call should take.
 TARGET_SECONDS = 1.0
@@ -139,12 +139,32 @@ def convert_to_steps(state: State, setting: str, value: int | str) -> int:
     epochs = re.fullmatch(EPOCHS, value)
     if epochs is None:
         return 0
+    return convert_epochs(state, setting, int(epochs[1]))
+
+
+def convert_epochs(state: State, setting: str, epochs: int) -> int:
+    """Converts a number of epochs to a number of steps.
+
+    Args:
+        state: the state of the run, which has the number of steps in an epoch
+        setting: the name of the setting, for the error message
+        epochs: the number of epochs
+
+    Raises:
+        SetupError: the data are endless, or the number of steps is too large.
+    """
     if state.data.steps_per_epoch is None:
         raise SetupError(
             f"{setting}: the dataset of create_dataset or make_batches is endless, so it has "
             "no epochs; use a number of steps instead."
         )
-    return int(epochs[1]) * state.data.steps_per_epoch
+    steps = epochs * state.data.steps_per_epoch
+    if steps > LARGEST:
+        raise SetupError(
+            f"{setting}: {epochs} epochs of {state.data.steps_per_epoch} steps are more than "
+            f"{LARGEST} steps; use a smaller number."
+        )
+    return steps
 
 
 class StepsPerCall:

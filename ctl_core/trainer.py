@@ -35,7 +35,7 @@ from ctl_core.numerics.not_finite import NEVER, NonFinite
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
 from ctl_core.run.errors import CompilationFailed, HookFailed, RunError, SetupError, StopTraining
-from ctl_core.schedule import MOST_STEPS, Schedule, StepsPerCall, convert_to_steps
+from ctl_core.schedule import MOST_STEPS, Schedule, StepsPerCall, convert_epochs
 from ctl_core.session.messages import (
     count_parameters,
     describe_compilation_change,
@@ -128,7 +128,7 @@ class Trainer:
         self.start = state.step
         last = config.steps
         if config.epochs is not None:
-            last = convert_to_steps(state, "epochs", f"{config.epochs}epochs")
+            last = convert_epochs(state, "epochs", config.epochs)
             self._console.say(f"an epoch has {state.data.steps_per_epoch} steps.")
         assert last is not None
         if state.ended:

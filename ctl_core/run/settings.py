@@ -55,8 +55,10 @@ def check_mirror(text: str) -> str:
 # numbers and strings.
 SettingValue: TypeAlias = Any
 
-Count = Annotated[int, Field(ge=0)]
-Number = Annotated[int, Field(ge=1)]
+# TensorFlow counts with 64 bits.
+LARGEST = 2**63 - 1
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Number = Annotated[int, Field(ge=1, le=LARGEST)]
 FilePath = Annotated[str, AfterValidator(check_path)]
 _Place = Annotated[str, AfterValidator(check_mirror)]
 _Period = Count | Annotated[str, Field(pattern=f"^{EPOCHS}$")]
@@ -352,6 +354,7 @@ _EXPECTED = {
     "float": "a number",
     "greater_than_equal": "a number of at least {ge}",
     "greater_than": "a number above {gt}",
+    "less_than_equal": "a number of at most {le}",
     "string": "a string (in quotes if it looks like a number)",
 }
 

@@ -122,6 +122,23 @@ def test_an_epoch_is_a_pass_over_the_data(train: Train) -> None:
     assert evaluated(again.run_dir)[-1] == 30 and saved(again.run_dir)[-1] == 30
 
 
+@pytest.mark.parametrize("epochs", [10**9, 2**60])
+def test_a_number_of_epochs_may_have_any_number_of_digits(train: Train, epochs: int) -> None:
+    """The run trains until a hook ends it, or the number of steps is refused as too large."""
+
+    def stop(step: int) -> None:
+        if step == 8:
+            raise ctl_core.StopTraining
+
+    program = hooks(create_opt=small.create_opt, update_pre=small.update_pre, every_steps={1: stop})
+    rate = small.settings(0)["learning_rate"]
+    state = train(program, epochs=epochs, steps=None, eval_every=0, learning_rate=rate)
+    assert_weights(state, small.plain(8), rtol=1e-5)
+    assert state.step == 8
+    with pytest.raises(ctl_core.SetupError, match="epochs of 6 steps are more than 9223372036854"):
+        train(hooks(), epochs=2**62, steps=None, run_name="too_many")
+
+
 class Clock:
     """A clock that advances by a fixed number of seconds each time it is read."""
 

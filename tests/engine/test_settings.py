@@ -202,6 +202,8 @@ def test_wrong_flags_are_refused() -> None:
     assert "such as loss:3, got 'loss'." in refuse("--early-stop=loss")
     message = "runs_dir: expected a path in the file system, got 'gs:"
     assert message in refuse("--runs-dir=gs://bucket/x")
+    for flag in ("--steps", "--batch-size", "--limit-eval", "--ckpt-every"):
+        assert "at most 9223372036854775807" in refuse(flag, str(2**63))
     assert "detect_anomaly: needs --no-jit" in refuse("--detect-anomaly", "--jit-compile")
 
 
