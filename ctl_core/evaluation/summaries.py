@@ -58,11 +58,17 @@ class Summaries(Listener):
                 remove_later_events(self._folder / split, step)
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Writes a scalar summary for each value."""
+        """Writes a scalar summary for each value.
+
+        TensorFlow keeps each Python number that it has converted to a tensor, so the memory would
+        grow with each value. It does not keep NumPy numbers.
+        """
         self._write_settings()
-        with self.open_writer(split).as_default(step=step):
+        if not self._writes:
+            return
+        with self.open_writer(split).as_default(step=tf.constant(np.int64(step))):
             for name, value in values.items():
-                tf.summary.scalar(name, value)
+                tf.summary.scalar(name, np.float32(value))
 
     def saved(self, step: int, path: Path) -> None:
         """Flushes the buffers to disk, so that a copy of the run contains every value."""

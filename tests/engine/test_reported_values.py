@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.evaluation.summaries import remove_later_events
+from ctl_core.evaluation.summaries import Summaries, remove_later_events
 from ctl_core.model.metrics import name_scalars, read_results
 from tests.golden import small
 from tests.helpers.cases import eval_hooks, make_hooks
@@ -129,3 +129,25 @@ def test_later_events_are_removed_from_a_file_that_was_cut_short(tmp_path: Path)
     remove_later_events(tmp_path, 3)
     assert read_tensorboard(tmp_path) == [1, 2, 3]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def read_memory() -> int:
+    """Returns the memory of this process (KiB)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def test_memory_does_not_grow_with_the_number_of_reported_values(tmp_path: Path) -> None:
+    """TensorFlow keeps about 1 KiB for each Python number that it has converted."""
+    writer = Summaries(tmp_path / "tb", writes=True)
+    rng = np.random.default_rng(0)
+
+    def write(first: int) -> None:
+        for step in range(first, first + 1000):
+            writer.values(step, "train", {f"v{k}": float(rng.normal()) for k in range(20)})
+
+    write(0)
+    before = read_memory()
+    write(1000)
+    assert read_memory() - before < 8_000
+    writer.close()

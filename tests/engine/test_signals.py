@@ -177,11 +177,14 @@ def test_a_signal_before_training_ends_a_cluster(tmp_path: Path) -> None:
             command, cwd=tmp_path, env=engine.environment(), stdout=log, stderr=log
         )
     others_log = tmp_path / "runs/a/worker-1.log"
-    wait_until_or_ended(
-        lambda: "there" in (tmp_path / "log").read_text() and "there" in others_log.read_text(),
-        process,
-    )
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143
+    try:
+        wait_until_or_ended(
+            lambda: "there" in (tmp_path / "log").read_text() and "there" in others_log.read_text(),
+            process,
+        )
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    finally:
+        process.kill()
     assert "error: SIGTERM: the process ends; it was not training." in others_log.read_text()
     assert not (tmp_path / "runs/a/ckpt").exists()
