@@ -30,6 +30,7 @@ from ctl_core.commands.check_console import CheckConsole
 from ctl_core.commands.compare_bits import compare_bits
 from ctl_core.commands.compare_devices import DEVICES, compare_devices
 from ctl_core.commands.compare_graphs import find_difference
+from ctl_core.commands.inherited import inherit_settings
 from ctl_core.commands.python_values import (
     Change,
     ValueWatch,
@@ -48,6 +49,7 @@ from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State
 from ctl_core.run.console import format_values
 from ctl_core.run.errors import SetupError, StopTraining, format_error, read_frames
+from ctl_core.run.layers import find_layers
 from ctl_core.run.listeners import find_listener
 from ctl_core.run.settings import Config
 from ctl_core.serving import load
@@ -87,6 +89,10 @@ def check(callbacks: Callbacks, config: Config) -> State:
     name = config.run_name or "run"
     if config.listener is not None:  # fails if the listener does not exist; it is never called
         find_listener(config.listener)
+    if find_layers(config) is not None:
+        config, notes = inherit_settings(config)
+        for line in notes:
+            console.print(line)
     prepare(dataclasses.replace(config, virtual_devices=max(DEVICES, config.virtual_devices)))
     temporary = tempfile.TemporaryDirectory(prefix="ctl_core-check-", ignore_cleanup_errors=True)
     with temporary as folder:

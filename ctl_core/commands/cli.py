@@ -4,7 +4,6 @@ Settings come from the defaults, then config.yaml, then ``CTL_*`` environment va
 The config.yaml that an existing run has saved takes precedence over the project's.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -17,9 +16,17 @@ from pydantic import AfterValidator, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from ctl_core.checkpoint.mirror import fetch_run
-from ctl_core.checkpoint.run_settings import CONFIG_FILE, has_settings, read_run_settings
-from ctl_core.checkpoint.source import CheckpointName, read_source
+from ctl_core.checkpoint.run_settings import CONFIG_FILE, read_run_settings
+from ctl_core.checkpoint.source import CheckpointName
 from ctl_core.commands.help import GroupedFormatter, describe_command, list_examples
+from ctl_core.commands.inherited import (
+    Origin,
+    ProjectFile,
+    describe_differences,
+    describe_saved,
+    find_training_origin,
+    list_not_inherited,
+)
 from ctl_core.hooks.callbacks_file import DEFAULT
 from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
 from ctl_core.run.files import relative_path
@@ -32,7 +39,7 @@ from ctl_core.run.layers import (
     read_file,
     resolve,
 )
-from ctl_core.run.settings import SETTINGS, Config, FilePath, declare, explain, flatten
+from ctl_core.run.settings import SETTINGS, Config, FilePath, declare, explain
 
 _File = Annotated[FilePath, AfterValidator(os.path.abspath)]
 # The options of commands that are not settings of a run, by name: type and declaration.
@@ -104,14 +111,6 @@ COMMANDS = {
         "[HOOK] [--stub]",
     ),
 }
-# The settings that name the code of a run, and its mirror. A fork does not inherit them, because
-# the original run may be somebody else's. Its code is not executed, and nothing is sent to its
-# mirror, unless the project or a flag names them, too.
-_NAMED_AGAIN = ("callbacks", "listener", "mirror")
-# The settings that a fork does not inherit.
-_NOT_FORKED = frozenset(
-    {"workers", "run_name", "runs_dir", "fork", "init_from", "init_skip", *_NAMED_AGAIN}
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,18 +135,6 @@ class Command:
     run: Path | None = None
     trained_with: str = DEFAULT
     names_callbacks: bool = True
-
-
-class Origin(NamedTuple):
-    """An existing run whose saved settings a command inherits.
-
-    Attributes:
-        run: the folder of the run
-        is_forked: whether training begins a new run from this run, instead of resuming it
-    """
-
-    run: Path
-    is_forked: bool = False
 
 
 class Layers(NamedTuple):
@@ -248,11 +235,12 @@ def _settle(layers: Layers, is_training: bool) -> Settled:
     trained_with = DEFAULT
     if origin is not None:
         saved = read_run_settings(origin.run)
-        notes += _describe_saved(origin, saved, all_layers)
+        notes += describe_saved(origin, saved, all_layers)
         trained_with = str(saved.values.get("callbacks", DEFAULT))
-        inherited = saved.leave_out(_list_not_inherited(is_training, origin))
+        inherited = saved.leave_out(list_not_inherited(is_training, origin))
         if is_training and not layers.is_named:
-            notes += _describe_differences(origin, inherited, files[0], layers.above)
+            project = ProjectFile(Path(CONFIG_FILE), files[0], "add --config config.yaml")
+            notes += describe_differences(origin, inherited, project, layers.above)
         files = [inherited, *files] if layers.is_named else [*files, inherited]
     config = resolve(files, layers.above)
     run = None
@@ -282,89 +270,9 @@ def _find_origin(is_training: bool, layers: Sequence[Layer]) -> Origin | None:
     # Hyperparameters are left out. They do not matter here, and can be checked only together with
     # those of the run.
     config = resolve([layer.leave_out(["hparams"]) for layer in layers])
-    runs_dir = Path(config.runs_dir)
-    if not is_training:
-        return Origin(find_run(runs_dir, config.run_name))
-    run = runs_dir / (config.run_name or "")
-    if config.run_name is not None and has_settings(run):
-        return Origin(run)
-    if config.fork:
-        with contextlib.suppress(SetupError):  # training reports a missing run later
-            return Origin(read_source("fork", config.fork, config.runs_dir).run, is_forked=True)
-    return None
-
-
-def _list_not_inherited(is_training: bool, origin: Origin) -> set[str]:
-    """Returns the names of the settings that are not read from the run's saved config.yaml."""
-    names = {"debug"}
-    # The number of processes matters only if training starts these processes itself.
-    if not is_training or "TF_CONFIG" in os.environ:
-        names.add("workers")
-    if origin.is_forked:
-        names |= _NOT_FORKED
-    return names
-
-
-def _describe_differences(
-    origin: Origin, inherited: Layer, project: Layer, above: Sequence[Layer]
-) -> list[str]:
-    """Returns a note if the project's config.yaml was edited, but the run keeps its own settings.
-
-    Args:
-        origin: the run
-        inherited: the settings that are read from the saved config.yaml of the run
-        project: the settings of the project's config.yaml
-        above: environment variables and flags, which override both files
-    """
-    overridden = {name for layer in above for name in flatten(layer.values)}
-    saved = flatten(inherited.values)
-    edited = flatten(project.values)
-    if "callbacks" in edited:
-        edited["callbacks"] = relative_path(edited["callbacks"])
-    differing = [
-        name
-        for name, value in edited.items()
-        if name not in overridden and saved.get(name, value) != value
-    ]
-    if not differing:
-        return []
-    # Each start saves the settings of the run. If these differed from the project's file even then,
-    # the reason was a flag. A note is therefore printed only if the file was edited later.
-    run_file = origin.run / CONFIG_FILE
-    if not run_file.exists() or os.path.getmtime("config.yaml") <= os.path.getmtime(run_file):
-        return []
-    names = make_line(", ".join(sorted(differing)), 100)
-    return [
-        f"{format_name(relative_path(origin.run))} keeps its own settings; config.yaml differs "
-        f"in {names}: to use its values, add --config config.yaml."
-    ]
-
-
-def _describe_saved(origin: Origin, saved: Layer, others: Sequence[Layer]) -> list[str]:
-    """Returns notes about the settings of a run: their origin, and those that a fork leaves out.
-
-    Args:
-        origin: the run
-        saved: the saved settings of the run
-        others: the project's settings files, environment variables and flags
-    """
-    notes = []
-    if not (origin.run / CONFIG_FILE).exists():
-        notes.append(
-            f"{format_name(relative_path(origin.run))} has no {CONFIG_FILE}: its settings are "
-            "taken from its newest checkpoint."
-        )
-    if not origin.is_forked:
-        return notes
-    named = {name for layer in others for name in layer.values}
-    for name in _NAMED_AGAIN:
-        value = saved.values.get(name)
-        if value not in (None, DEFAULT) and name not in named:
-            notes.append(
-                f"fork: that run used --{name} {format_name(value)}, but this one does not; to "
-                "use it here, too, pass it."
-            )
-    return notes
+    if is_training:
+        return find_training_origin(config)
+    return Origin(find_run(Path(config.runs_dir), config.run_name))
 
 
 def _read_words(command: str, words: Sequence[str]) -> tuple[Layer, Layer, dict[str, Any]]:

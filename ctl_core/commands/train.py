@@ -13,6 +13,7 @@ from ctl_core.checkpoint.source import find_start
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import find_task
 from ctl_core.cluster.sync import join_peers
+from ctl_core.commands.inherited import inherit_settings
 from ctl_core.compat import describe_untested
 from ctl_core.hooks.callbacks_file import read_hooks_file
 from ctl_core.model.ratio import check_losses
@@ -41,7 +42,10 @@ def train(
 
     Args:
         callbacks: a module, or any object, with the hooks as attributes
-        config: the settings of the run; if a run called ``run_name`` exists, it is resumed
+        config: the settings of the run; if a run called ``run_name`` exists, it is resumed. If
+            ``load_config`` has read the settings, a resumed run keeps its own settings, except
+            those that were passed to ``load_config``. Any other ``Config`` is used as it is, and a
+            line is printed for each setting that changes.
         go_on: whether to resume a run that a hook has ended with ``StopTraining``. Otherwise, such
             a run is resumed only if it now has more steps than were planned when it was ended.
         note: your expectations of the run, for its entry in training_log.md
@@ -56,8 +60,12 @@ def train(
         RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
         PeerLost: another process of the cluster is gone.
     """
-    find_task(config)
-    fetch_run(config)
+    task = find_task(config)
+    fetch_run(inherit_settings(config)[0])
+    config, notes = inherit_settings(config)  # again, because the run may have been fetched
+    if task.chief:
+        for line in notes:
+            print(line, flush=True)
     return train_here(callbacks, config, go_on, note, listeners)
 
 

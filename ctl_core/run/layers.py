@@ -190,17 +190,47 @@ def find_unknown_variables() -> list[str]:
     ]
 
 
+class LoadedLayers(NamedTuple):
+    """The layers from which ``load_config`` has made a ``Config``.
+
+    Attributes:
+        path: the path of the settings file
+        file: the settings in the file
+        arguments: the settings that were passed to ``load_config``
+    """
+
+    path: Path
+    file: Layer
+    arguments: Layer
+
+
+_LAYERS = "_loaded_layers"  # the attribute of a Config that contains its LoadedLayers
+
+
 def load_config(path: str | Path, **overrides: Any) -> Config:
     """Reads the settings for ``ctl_core.train`` from a file.
 
     Args:
         path: the path of the file
-        overrides: settings that take precedence over those in the file
+        overrides: settings that take precedence over those in the file. If ``train`` resumes a
+            run with the settings, the run keeps its own settings instead of those in the file, but
+            the overrides take precedence over both.
 
     Raises:
         SetupError: the file is missing or invalid, or a setting is wrong.
     """
-    return resolve([read_file(Path(path))], [Layer(overrides)])
+    path = Path(path)
+    layers = LoadedLayers(path, read_file(path), Layer(overrides))
+    config = resolve([layers.file], [layers.arguments])
+    # Config is frozen. A copy that ``dataclasses.replace`` makes does not have this attribute.
+    object.__setattr__(config, _LAYERS, layers)
+    return config
+
+
+def find_layers(config: Config) -> LoadedLayers | None:
+    """Returns the layers of settings that ``load_config`` has read; None for any other Config."""
+    layers: LoadedLayers | None = getattr(config, _LAYERS, None)
+    return layers
 
 
 def resolve(files: Sequence[Layer], above: Sequence[Layer] = ()) -> Config:

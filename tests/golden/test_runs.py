@@ -64,6 +64,67 @@ def test_a_run_goes_on_by_its_name_with_its_own_settings(project: Path, command:
     assert read_settings(project / "runs" / "b")["seed"] == 6
 
 
+def test_python_resumes_a_run_with_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The order is: arguments of load_config, saved settings of the run, config.yaml."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "config.yaml"
+    file.write_text("batch_size: 16\nlearning_rate: 0.5\nhparams: {rate: 3.0}\n")
+
+    def resume(steps: int, name: str = "a", **arguments: Any) -> Any:
+        config = ctl_core.load_config(file, steps=steps, run_name=name, **arguments)
+        return ctl_core.train(small.hooks(create_opt=scaled_sgd), config)
+
+    def scaled_sgd(lr: Any, hparams: dict[str, float]) -> Any:
+        assert hparams == {"rate": 1.0}
+        return small.create_opt(lr)
+
+    resume(4, learning_rate=0.05, ema=0.9, keep=7, hparams={"rate": 1.0})
+    capsys.readouterr()
+    first = read_settings(tmp_path / "runs/a")
+    state = resume(7)
+    compare.assert_close(state.train_model.weights, small.plain(7).weights)
+    assert read_settings(tmp_path / "runs/a") == first | {"steps": 7}
+    assert "now" not in capsys.readouterr().out
+
+    forked = resume(9, "b", fork="a@4", seed=3)
+    compare.assert_close(forked.train_model.weights, small.plain(9).weights)
+    changes = {"steps": 9, "run_name": "b", "fork": "a@4", "seed": 3}
+    assert read_settings(tmp_path / "runs/b") == first | changes
+
+    # The file was edited after the last start; an argument takes precedence over the run.
+    file.write_text("batch_size: 16\nlearning_rate: 0.5\nseed: 9\nhparams: {rate: 2.0}\n")
+    os.utime(file, (time.time() + 5, time.time() + 5))
+    state = resume(9, learning_rate=0.1)
+    plain = small.plain(9, lambda step: 0.05 if step <= 7 else 0.1)
+    compare.assert_close(state.train_model.weights, plain.weights)
+    out = capsys.readouterr().out
+    assert "runs/a keeps its own settings; config.yaml differs in hparams.rate, seed: to " in out
+
+
+def test_a_config_made_in_python_is_used_as_it_is(
+    train: engine.Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line tells of each setting that a resumed run had with another value before."""
+    train(small.hooks(), **small.settings(4, ema=0.9, hparams={"width": 8}))
+    capsys.readouterr()
+    state = train(small.hooks(), **small.settings(6, learning_rate=0.1) | {"seed": 2})
+    plain = small.plain(6, lambda step: 0.05 if step <= 4 else 0.1)
+    compare.assert_close(state.train_model.weights, plain.weights)
+    out = capsys.readouterr().out
+    run = ctl_core.run.files.relative_path(state.run_dir)
+    for name, new, old in (
+        ("ema", None, 0.9),
+        ("hparams.width", None, 8),
+        ("learning_rate", 0.1, 0.05),
+        ("seed", 2, 0),
+    ):
+        line = f"{name}: {new} from now on; until now, {run} has trained with {old}.\n"
+        assert line in out, out
+    assert out.count("from now on; until now") == 4
+
+
 COPIED = """
 from pathlib import Path
 
