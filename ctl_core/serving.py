@@ -9,6 +9,7 @@ example, it contains no labels.
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ from ctl_core.run.files import relative_path
 from ctl_core.run.layers import resolve
 from ctl_core.run.settings import Config
 from ctl_core.session.process import leave_run
+from ctl_core.session.turns import TURNS
 from ctl_core.types import (
     AnyTensor,
     Batch,
@@ -376,9 +378,17 @@ def _without_nones(structure: Structure) -> Structure:
     return structure
 
 
-# The folders of the runs that are being loaded. If the hooks of a run load another run, the other
-# run comes later.
-_loading: list[Path] = []
+class _Loading(threading.local):
+    """The folders of the runs that a thread is loading.
+
+    If the hooks of a run load another run, the other run comes later.
+    """
+
+    def __init__(self) -> None:
+        self.folders: list[Path] = []
+
+
+_loading = _Loading()
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -390,7 +400,8 @@ def load(
     The hooks are read from the project's file that the run's settings name. If this file has
     changed since the run was trained, a warning is printed. The data that
     ``create_dataset`` reads have to exist, because the model is built in the same way as for
-    training.
+    training. While a run trains in another thread, this function waits until training is between
+    two graph calls.
 
     Args:
         run: the folder of the run, such as ``runs/a``
@@ -408,7 +419,7 @@ def load(
     folder = Path(os.path.abspath(run))
     refuse_here(folder)
     config = resolve([read_run_settings(folder)])
-    with leave_run(), keep_imports(), _note_loading(folder):
+    with TURNS.load(), leave_run(), keep_imports(), _note_loading(folder):
         if callbacks is None:
             name = config.callbacks
             project = _find_project(folder, config.runs_dir)
@@ -435,7 +446,7 @@ def refuse_here(folder: Path) -> None:
         RuntimeError: a graph is being traced.
     """
     line = find_users_line()
-    if folder in _loading:
+    if folder in _loading.folders:
         raise SetupError(
             f"{line}: ctl.load is called while {relative_path(folder)} itself is being loaded, "
             "which calls the same hook again; load a run of other hooks (callbacks=module), "
@@ -459,11 +470,11 @@ def refuse_here(folder: Path) -> None:
 @contextmanager
 def _note_loading(folder: Path) -> Iterator[None]:
     """Records that a run is being loaded, because its own hooks must not load it again."""
-    _loading.append(folder)
+    _loading.folders.append(folder)
     try:
         yield
     finally:
-        _loading.remove(folder)
+        _loading.folders.remove(folder)
 
 
 def _find_project(run: Path, runs_dir: str) -> Path:

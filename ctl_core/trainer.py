@@ -44,6 +44,7 @@ from ctl_core.session.messages import (
     describe_start,
 )
 from ctl_core.session.run import Run
+from ctl_core.session.turns import TURNS
 from ctl_core.session.watch import Watch
 
 # This advice is printed when a run with several replicas starts from scratch.
@@ -282,6 +283,8 @@ class Trainer:
                 self._save(step)
             if step >= schedule.last or self._signal:
                 break
+            with state.clock.pause():
+                TURNS.offer()
             stop = schedule.find_next_stop(step)
             step, has_ended = self._advance(step, stop)
         with state.clock.pause():

@@ -56,6 +56,7 @@ from ctl_core.serving import load
 from ctl_core.session.messages import count_parameters
 from ctl_core.session.process import prepare_process
 from ctl_core.session.run import Run, open_session
+from ctl_core.session.turns import TURNS
 from ctl_core.trainer import Trainer
 from ctl_core.types import Callbacks
 
@@ -84,6 +85,12 @@ def check(callbacks: Callbacks, config: Config) -> State:
         RunError: devices cannot be compared.
         CtlError: any error of ``train``.
     """
+    with TURNS.train(config.run_name or "a run"):
+        return _check_alone(callbacks, config)
+
+
+def _check_alone(callbacks: Callbacks, config: Config) -> State:
+    """Checks the hooks while no other thread trains or loads a run."""
     start = time.monotonic()
     console = CheckConsole()
     name = config.run_name or "run"

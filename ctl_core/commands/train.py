@@ -24,6 +24,7 @@ from ctl_core.run.listeners import Listener, find_listener
 from ctl_core.run.settings import Config
 from ctl_core.session.process import prepare_process
 from ctl_core.session.run import Run, open_session
+from ctl_core.session.turns import TURNS
 from ctl_core.session.watch import Watch
 from ctl_core.trainer import Trainer
 
@@ -56,7 +57,8 @@ def train(
         hook ended training early, and ``diverged`` if the loss of the last step is not finite.
 
     Raises:
-        SetupError: a setting or a hook cannot work; nothing was trained.
+        SetupError: a setting or a hook cannot work, or this process is training another run;
+            nothing was trained.
         RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
         PeerLost: another process of the cluster is gone.
     """
@@ -77,6 +79,14 @@ def train_here(
     listeners: Sequence[Listener] = (),
 ) -> State:
     """Trains a run like ``train``, but does not fetch the run from its mirror."""
+    with TURNS.train(config.run_name or "a run"):
+        return _train_alone(callbacks, config, go_on, note, listeners)
+
+
+def _train_alone(
+    callbacks: Any, config: Config, go_on: bool, note: str | None, listeners: Sequence[Listener]
+) -> State:
+    """Trains a run while no other thread trains or loads one."""
     task = find_task(config)
     hooks_file = read_hooks_file(callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []

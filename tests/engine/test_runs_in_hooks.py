@@ -1,9 +1,13 @@
-"""Tests that a hook can load or train another run without affecting its own run."""
+"""Tests that a hook or a thread can load another run without affecting the run that trains."""
 
 import functools
 import random
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,25 +135,89 @@ def test_a_run_that_a_hook_loads_leaves_no_trace(train_small: engine.Train, othe
         assert len(state.recording.layers) == len(whole.recording.layers)
 
 
-def test_a_float32_run_is_loaded_in_float32_and_may_be_trained(train_small: engine.Train) -> None:
-    """A hook of a bfloat16 run can load and train float32 runs without affecting its own run."""
-    train_small(small.hooks(), steps=1, run_name="other")
+def test_a_float32_run_is_loaded_in_float32(train_small: engine.Train) -> None:
+    """A hook of a bfloat16 run can load a float32 run without affecting its own run."""
+    runs = train_small(small.hooks(), steps=1, run_name="other").run_dir.parent
     seen: list[Any] = []
 
-    def compare_and_train(step: int) -> None:
+    def compare(step: int) -> None:
         before = read_process_state()
         served = ctl_core.load(runs / "other", callbacks=small.hooks())
-        proxy = train_small(small.hooks(), steps=2, run_name=f"proxy-{step}")
-        seen.append((served.model.layers[0].compute_dtype, proxy.train_model))
+        seen.append(served.model.layers[0].compute_dtype)
         assert read_process_state() == before
 
-    hooks = small.hooks(every_steps={3: compare_and_train})
-    runs = train_small(small.hooks(), steps=0, run_name="empty").run_dir.parent
+    hooks = small.hooks(every_steps={3: compare})
     state = train_small(hooks, precision="bfloat16", run_name="outer")
     assert state.train_model.layers[0].compute_dtype == "bfloat16"
-    assert [dtype for dtype, _ in seen] == ["float32"] * 2
-    for _, proxy in seen:
-        compare.assert_close(proxy.weights, small.plain(2).weights)
+    assert seen == ["float32"] * 2
+
+
+def run_in_thread(function: Callable[[], Any]) -> Any:
+    """Calls a function in another thread, and returns its result or its exception."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(function)
+        return future.exception() or future.result()
+
+
+def test_a_second_training_is_refused_at_once(train_small: engine.Train) -> None:
+    """In a hook as in another thread; the first training is not affected."""
+    refusals: list[Any] = []
+
+    def train_another(step: int) -> None:
+        def another() -> Any:
+            return train_small(small.hooks(), run_name="second", precision="bfloat16")
+
+        refusals.append(run_in_thread(another))
+        with pytest.raises(ctl_core.SetupError) as raised:
+            another()
+        refusals.append(raised.value)
+
+    state = train_small(small.hooks(at_step={2: train_another}), run_name="first")
+    compare.assert_close(state.train_model.weights, small.plain(6).weights)
+    assert len(refusals) == 2 and {type(refusal) for refusal in refusals} == {ctl_core.SetupError}
+    for message in map(str, refusals):
+        assert message.startswith("ctl.train: this process is training first already")
+        assert "each run in a process of its own" in message and "\n" not in message
+    assert not (state.run_dir.parent / "second").exists()
+    second = train_small(small.hooks(), run_name="second")
+    compare.assert_close(second.train_model.weights, small.plain(6).weights)
+
+
+def test_runs_are_loaded_in_other_threads_while_a_run_trains(
+    train_small: engine.Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, metrics and random numbers are those of a run that trains alone."""
+
+    def create_hooks() -> Any:
+        def draw(step: int, loss: Any) -> None:
+            ctl_core.report(step, loss=loss, drawn=np.random.uniform())
+            time.sleep(0.01)
+
+        hooks = small.hooks(every_steps={1: draw})
+        hooks.create_model = lambda: small.model_with(keras.layers.Dropout(0.2))
+        return hooks
+
+    settings = {"ckpt_every": 3, "precision": "bfloat16"}
+    alone = train_small(create_hooks(), run_name="alone", **settings)
+    started = threading.Event()
+
+    def load_twice() -> list[Any]:
+        started.wait(60)
+        return [ctl_core.load(alone.run_dir, callbacks=create_hooks()).model for _ in range(2)]
+
+    hooks = create_hooks()
+    hooks.at_step = {1: started.set}
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(load_twice) for _ in range(2)]
+        capsys.readouterr()
+        state = train_small(hooks, run_name="watched", **settings)
+        for future in futures:
+            for model in future.result():
+                compare.assert_same(model.weights, alone.train_model.weights)
+    compare.assert_same(state.train_model.weights, alone.train_model.weights)
+    assert state.history == alone.history
+    out = capsys.readouterr().out
+    assert "warning" not in out, out
 
 
 def test_load_is_refused_in_hooks_that_cannot_load(train_small: engine.Train) -> None:
