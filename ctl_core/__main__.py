@@ -162,7 +162,8 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
     task = Task()
     if is_training:
         # Reports a wrong fork or init_from before TensorFlow is imported.
-        config = settle_logical_replicas(config, find_start(config))
+        start_over = command.options["start_over"] or command.options["check"]
+        config = settle_logical_replicas(config, find_start(config, start_over))
         task = read_task(config)
     if task.kind == "ps":
         print("ps: gradients are summed between the workers; no parameter server is needed.")
@@ -291,7 +292,13 @@ def _train(callbacks: types.ModuleType, config: Config, options: dict[str, Any])
     else:
         from ctl_core.commands.train import train_here
 
-        state = train_here(callbacks, config, options["continue"], options["note"])
+        state = train_here(
+            callbacks,
+            config,
+            options["continue"],
+            options["note"],
+            start_over=options["start_over"],
+        )
     if state.stopped_by is not None:
         return 128 + state.stopped_by
     return int(state.diverged)

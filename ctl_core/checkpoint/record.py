@@ -21,10 +21,12 @@ from pydantic import ConfigDict, TypeAdapter
 
 from ctl_core import __version__
 from ctl_core.run.errors import SetupError
-from ctl_core.run.files import atomic_write, flush_to_disk, relative_path
+from ctl_core.run.files import atomic_write, flush_to_disk, relative_path, remove
 
 # Increase this number if another version of the engine could misread a record of this version.
 FORMAT = 2
+# A file in the run folder, outside of ckpt/, which says that the run has saved checkpoints.
+_NOTE = "first_checkpoint"
 # Matches the part of a file name that TensorFlow adds to the prefix of a checkpoint.
 _TENSOR_FILE = r"\.(?:index|data-\d{5}-of-\d{5})"
 _USER_FILE = re.compile(rf"[^/\\]+-(?P<step>\d+){_TENSOR_FILE}")
@@ -104,6 +106,34 @@ def list_saved_steps(folder: Path) -> list[int]:
     """Returns the steps of all records in a checkpoint folder, newest first."""
     matches = (re.fullmatch(r"ckpt-(\d+)\.json", name) for name in list_names(folder / "engine"))
     return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def note_first_checkpoint(run: Path, step: int) -> None:
+    """Notes in the run folder that the run has saved a checkpoint.
+
+    If the checkpoints are deleted later, the note shows that the run has trained already.
+    """
+    note = run / _NOTE
+    if not note.exists():
+        with atomic_write(note) as temporary:
+            temporary.write_text(f"The first checkpoint was saved after step {step}.\n", "utf-8")
+
+
+def has_lost_checkpoints(run: Path) -> bool:
+    """Returns True if a run has saved checkpoints, and all of them were deleted.
+
+    The copy of the best checkpoint may still exist.
+    """
+    folder = run / "ckpt"
+    if list_saved_steps(folder) or any(name.endswith(".index") for name in list_names(folder)):
+        return False
+    return (run / _NOTE).exists() or bool(list_saved_steps(folder / "best"))
+
+
+def forget_checkpoints(run: Path) -> None:
+    """Removes what is left of the checkpoints of a run, so that the run starts over."""
+    remove(run / "ckpt")
+    remove(run / _NOTE)
 
 
 def list_names(folder: Path) -> list[str]:

@@ -11,7 +11,12 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from ctl_core.checkpoint.record import is_whole, list_saved_steps, read_complete_records
+from ctl_core.checkpoint.record import (
+    has_lost_checkpoints,
+    is_whole,
+    list_saved_steps,
+    read_complete_records,
+)
 from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import refuse_patterns, relative_path
@@ -58,7 +63,10 @@ class Source:
             if self.wanted:
                 name += f"@{self.wanted}"
             existing = list_saved_steps(self.run / "ckpt")[:10]
-            raise SetupError(f"{self.setting}: there is no checkpoint {name}, only {existing}.")
+            message = f"{self.setting}: there is no checkpoint {name}, only {existing}"
+            if self.wanted != "best" and has_best(self.run):
+                message += f"; its best checkpoint is kept as {self.run.name}@best"
+            raise SetupError(f"{message}.")
         return suitable
 
     def find_compiled(self) -> bool | None:
@@ -85,10 +93,15 @@ def choose_checkpoint(run: Path, name: CheckpointName) -> Source:
     """
     if name == "last":
         return Source("checkpoint", run)
-    best = run / "ckpt" / "best"
-    if name is None and any(is_whole(best, step) for step in list_saved_steps(best)):
+    if name is None and has_best(run):
         name = "best"
     return Source("checkpoint", run, name)
+
+
+def has_best(run: Path) -> bool:
+    """Returns True if the best checkpoint of a run is kept and complete."""
+    best = run / "ckpt" / "best"
+    return any(is_whole(best, step) for step in list_saved_steps(best))
 
 
 def read_source(setting: str, text: str, runs_dir: str) -> Source:
@@ -123,16 +136,20 @@ def is_model(path: str) -> bool:
     return Path(path).is_file() or Path(path, "saved_model.pb").is_file()
 
 
-def find_start(config: Config) -> Source | None:
+def find_start(config: Config, start_over: bool = False) -> Source | None:
     """Returns the checkpoint that training resumes or forks from; None if it starts from scratch.
 
     Once a run has its own checkpoints, it resumes from them, so the sources that ``fork`` and
     ``init_from`` name may have been deleted.
 
+    Args:
+        config: the settings
+        start_over: whether the run may start from scratch if its checkpoints were deleted
+
     Raises:
-        SetupError: ``fork`` or ``init_from`` names something that does not exist, or this run has
-            checkpoints but was not forked from the run that ``fork`` names; or TensorFlow would
-            take a path for a pattern.
+        SetupError: ``fork`` or ``init_from`` names something that does not exist; this run has
+            checkpoints but was not forked from the run that ``fork`` names, or its checkpoints were
+            deleted; or TensorFlow would take a path for a pattern.
     """
     refuse_patterns("runs_dir", config.runs_dir)
     if config.run_name is not None:
@@ -144,6 +161,8 @@ def find_start(config: Config) -> Source | None:
                     f"from {config.fork}; choose another run_name."
                 )
             return Source("run_name", run)
+        if has_lost_checkpoints(run) and not start_over:
+            raise SetupError(_explain_lost(run))
     if config.init_from is not None and Path(config.init_from, "saved_model.pb").is_file():
         refuse_patterns("init_from", config.init_from)
     elif config.init_from is not None and not is_model(config.init_from):
@@ -151,3 +170,14 @@ def find_start(config: Config) -> Source | None:
     if config.fork:
         return read_source("fork", config.fork, config.runs_dir)
     return None
+
+
+def _explain_lost(run: Path) -> str:
+    """Returns the error message for a run whose checkpoints were deleted."""
+    ways = ["choose another run_name", "begin this run again, without what is left: --start-over"]
+    if has_best(run):
+        ways.insert(0, f"continue from its best checkpoint: --fork {run.name}@best --run-name NEW")
+    return (
+        f"run_name: {relative_path(run)} has trained already, but its checkpoints were deleted, so "
+        f"it would begin at step 0 and replace its metrics; {'; or '.join(ways)}."
+    )

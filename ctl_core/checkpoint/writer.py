@@ -12,7 +12,12 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.checkpoint.record import Record, digest_files, write_record
+from ctl_core.checkpoint.record import (
+    Record,
+    digest_files,
+    note_first_checkpoint,
+    write_record,
+)
 from ctl_core.checkpoint.retention import keep_and_remove
 from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.compat import GraphCheckpoint, Node, hold_objects, saves_itself
@@ -167,6 +172,7 @@ class Writer:
         if self._state.config.mirror is not None:
             record.digests = digest_files(folder, record.step)
         write_record(folder, record)
+        note_first_checkpoint(self._state.run_dir, record.step)
         keep_and_remove(self._state, record)
         self.written.append((record.step, Path(saved)))
 

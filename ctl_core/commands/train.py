@@ -35,6 +35,7 @@ def train(
     go_on: bool = False,
     note: str | None = None,
     listeners: Sequence[Listener] = (),
+    start_over: bool = False,
 ) -> State:
     """Trains a run until ``config.steps`` or ``config.epochs`` is reached.
 
@@ -51,6 +52,8 @@ def train(
             a run is resumed only if it now has more steps than were planned when it was ended.
         note: your expectations of the run, for its entry in training_log.md
         listeners: listeners to call in addition to the listener that the settings name
+        start_over: whether to begin the run again if its checkpoints were deleted. Otherwise, such
+            a run is refused. A run that has a checkpoint is resumed in any case.
 
     Returns:
         The trained state. ``stopped_by`` is set if a signal ended training early, ``ended`` if a
@@ -68,7 +71,7 @@ def train(
     if task.chief:
         for line in notes:
             print(line, flush=True)
-    return train_here(callbacks, config, go_on, note, listeners)
+    return train_here(callbacks, config, go_on, note, listeners, start_over)
 
 
 def train_here(
@@ -77,21 +80,27 @@ def train_here(
     go_on: bool = False,
     note: str | None = None,
     listeners: Sequence[Listener] = (),
+    start_over: bool = False,
 ) -> State:
     """Trains a run like ``train``, but does not fetch the run from its mirror."""
     with TURNS.train(config.run_name or "a run"):
-        return _train_alone(callbacks, config, go_on, note, listeners)
+        return _train_alone(callbacks, config, go_on, note, listeners, start_over)
 
 
 def _train_alone(
-    callbacks: Any, config: Config, go_on: bool, note: str | None, listeners: Sequence[Listener]
+    callbacks: Any,
+    config: Config,
+    go_on: bool,
+    note: str | None,
+    listeners: Sequence[Listener],
+    start_over: bool,
 ) -> State:
     """Trains a run while no other thread trains or loads one."""
     task = find_task(config)
     hooks_file = read_hooks_file(callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []
-    config = settle_logical_replicas(config, find_start(config))
-    run = Run(config, task, note, listeners=[*listeners, *named])
+    config = settle_logical_replicas(config, find_start(config, start_over))
+    run = Run(config, task, note, listeners=[*listeners, *named], start_over=start_over)
     console = Console(shown=task.chief and not is_stdout(run.path / "train.log"))
     config = dataclasses.replace(config, run_name=run.path.name)  # the run may have chosen a name
     with (

@@ -14,6 +14,7 @@ from typing import IO
 
 import tensorflow as tf
 
+from ctl_core.checkpoint.record import forget_checkpoints, has_lost_checkpoints
 from ctl_core.checkpoint.source import Source, find_start
 from ctl_core.cluster.task import Task
 from ctl_core.evaluation.summaries import Summaries
@@ -67,6 +68,7 @@ class Run:
         note: str | None = None,
         reading: bool = False,
         listeners: Sequence[Listener | type[Listener]] = (),
+        start_over: bool = False,
     ) -> None:
         """Creates and locks the folder of the run, unless the run is only read.
 
@@ -76,6 +78,7 @@ class Run:
             note: a note for the run's entry in training_log.md
             reading: whether the run is only read. In this case, nothing is created or locked
             listeners: additional listeners
+            start_over: whether to remove what is left of the run if its checkpoints were deleted
 
         Raises:
             SetupError: the run cannot start with these settings, or another process is training it.
@@ -101,10 +104,12 @@ class Run:
             self.source = Source("run_name", self.path)
             self._log = logging.NullHandler()
         else:
-            self.source = find_start(dataclasses.replace(config, run_name=name))
+            self.source = find_start(dataclasses.replace(config, run_name=name), start_over)
             self.path.mkdir(parents=True, exist_ok=True)
             if task.chief:
                 self._lock = self._take_lock()
+                if start_over and has_lost_checkpoints(self.path):
+                    forget_checkpoints(self.path)
             try:
                 self._log = self._open_log()
             except BaseException:

@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 import ctl_core
+from ctl_core.run.files import relative_path, remove
 from tests.golden import compare, engine, small
 from tests.golden.engine import Command
 
@@ -113,7 +114,7 @@ def test_a_config_made_in_python_is_used_as_it_is(
     plain = small.plain(6, lambda step: 0.05 if step <= 4 else 0.1)
     compare.assert_close(state.train_model.weights, plain.weights)
     out = capsys.readouterr().out
-    run = ctl_core.run.files.relative_path(state.run_dir)
+    run = relative_path(state.run_dir)
     for name, new, old in (
         ("ema", None, 0.9),
         ("hparams.width", None, 8),
@@ -213,6 +214,60 @@ at_step = {2: start_another}
     assert (done.returncode, done.stderr) == (0, "")
     code, message = (project / "second").read_text().split(" ", 1)
     assert code == "2" and message.count("error: ") == 1 and "runs/a" in message
+
+
+# ---- Deleted checkpoints -----------------------------------------------------------------------
+
+
+def test_a_run_whose_checkpoints_were_deleted_is_refused(
+    train: engine.Train, tmp_path: Path
+) -> None:
+    """It does not begin at step 0, because it would replace its metrics and its best checkpoint."""
+    hooks = small.hooks(create_eval_dataset=small.create_eval_dataset)
+    settings = small.settings(6, ckpt_every=3, eval_every=3, keep_best="loss", run_name="a")
+    run = train(hooks, **settings).run_dir
+    for path in (run / "ckpt").iterdir():
+        if path.name != "best":
+            remove(path)
+    files = small.read_files(run)
+    with pytest.raises(ctl_core.SetupError) as raised:
+        train(hooks, **settings)
+    message = str(raised.value)
+    assert "its checkpoints were deleted" in message and "\n" not in message
+    assert "--fork a@best --run-name NEW; or choose another run_name; or " in message
+    assert message.endswith("--start-over.")
+    assert small.read_files(run).keys() == files.keys()
+    with pytest.raises(ctl_core.SetupError, match="its best checkpoint is kept as a@best"):
+        train(hooks, **settings | {"run_name": "b", "init_from": "a"})
+    forked = train(hooks, **settings | {"steps": 8, "run_name": "c", "fork": "a@best"})
+    compare.assert_close(forked.train_model.weights, small.plain(8).weights)
+
+    remove(run / "ckpt")
+    with pytest.raises(ctl_core.SetupError, match="so it would begin at step 0") as raised:
+        train(hooks, **settings)
+    assert "--fork" not in str(raised.value)
+    settings["runs_dir"] = str(run.parent)
+    state = ctl_core.train(hooks, ctl_core.Config(**settings | {"steps": 2}), start_over=True)
+    assert [line["step"] for line in state.history] == [2]
+    compare.assert_close(state.train_model.weights, small.plain(2).weights)
+    # A run that has checkpoints is resumed, also with start_over.
+    state = ctl_core.train(hooks, ctl_core.Config(**settings | {"steps": 4}), start_over=True)
+    compare.assert_close(state.train_model.weights, small.plain(4).weights)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(
+    train: engine.Train, tmp_path: Path
+) -> None:
+    killed = tmp_path / "runs" / "killed"
+
+    def kill(step: int) -> None:
+        engine.leave_as_killed(tmp_path / "runs" / "whole", killed)
+
+    settings = small.settings(3, ckpt_every=3)
+    train(small.hooks(at_step={2: kill}), run_name="whole", **settings)
+    assert (killed / "config.yaml").exists() and not any(killed.rglob("*.index"))
+    state = train(small.hooks(), run_name="killed", **settings)
+    compare.assert_close(state.train_model.weights, small.plain(3).weights)
 
 
 # ---- Signals -----------------------------------------------------------------------------------
