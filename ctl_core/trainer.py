@@ -127,9 +127,11 @@ class Trainer:
         config = state.config
         record = self.checkpoints.restore(self._run.source)
         self.start = state.step
+        self._note_passes(record)
         last = config.steps
         if config.epochs is not None:
-            last = convert_epochs(state, "epochs", config.epochs)
+            convert_epochs(state, "epochs", config.epochs)  # rejects endless data
+            last = state.progress.find_step(config.epochs)
             self._console.say(f"an epoch has {state.data.steps_per_epoch} steps.")
         assert last is not None
         if state.ended:
@@ -137,6 +139,23 @@ class Trainer:
         self._restore_learning_rate(record, last)
         self._schedule.last = last
         self.functions.refresh()
+
+    def _note_passes(self, record: Record | None) -> None:
+        """Counts the passes that were made, if a pass over the data has another length now.
+
+        Prints a line in this case.
+        """
+        progress = self.state.progress
+        steps = self.state.data.steps_per_pass
+        before = progress.change_steps_per_pass(self.start, steps)
+        if record is None or before is None:
+            return
+        text = f"a pass over the data has {steps} steps now, and had {before} until now"
+        names = ("batch_size", "last_batch", "overfit_batches")
+        config = self.state.config
+        if all(record.input.get(name) == getattr(config, name) for name in names):
+            text = f"{self.state.data.hook}: the size of the dataset has changed: {text}"
+        self._console.say(f"{text}; {progress.passes:.6g} passes were made.")
 
     def _restore_learning_rate(self, record: Record | None, last: int) -> None:
         """Sets the learning rate if the settings have changed it since the checkpoint.
@@ -227,14 +246,17 @@ class Trainer:
         """Starts the progress line of the console."""
         state = self.state
         steps_per_epoch = None
+        passes_before = 0.0
         if state.config.epochs is not None:
             steps_per_epoch = state.data.steps_per_epoch
+            passes_before = state.progress.count_passes(self.start)
         self._console.start(
             self.start,
             self._schedule.last,
             state.clock.measure_training,
             steps_per_epoch,
             state.config.log_seconds,
+            passes_before,
         )
 
     def _print_start(self, going_on: bool) -> None:

@@ -12,12 +12,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.checkpoint.record import (
-    Record,
-    digest_files,
-    note_first_checkpoint,
-    write_record,
-)
+from ctl_core.checkpoint.record import Record, digest_files, note_first_checkpoint, write_record
 from ctl_core.checkpoint.retention import keep_and_remove
 from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.compat import GraphCheckpoint, Node, hold_objects, saves_itself

@@ -58,6 +58,8 @@ class Input:
         steps_per_epoch: the number of global batches in a pass, or the value of ``overfit_batches``
             if this setting is used; None if the data are endless, or if no setting needs the number
             (see ``Config.counts_epochs``)
+        steps_per_pass: like ``steps_per_epoch``, but also set if no setting needs the number and
+            TensorFlow knows it without reading the data
         dataset: the dataset that ``stream`` reads
         stream: the tf.data iterator whose position is saved in each checkpoint; None before
             ``begin``
@@ -103,6 +105,9 @@ class Input:
             data.is_stream or data.dataset.cardinality() == tf.data.INFINITE_CARDINALITY
         )
         self.steps_per_epoch = self._count_steps(data.dataset)
+        self.steps_per_pass = self.steps_per_epoch
+        if self.steps_per_epoch is None and not self.is_endless:
+            self.steps_per_pass = self._sharing.find_number_of_steps(data.dataset) or None
         self.reader, self.dataset = self._make_stream(data)
         spec = self.dataset.element_spec
         self.share_spec = self._sharing.make_share_spec(spec)

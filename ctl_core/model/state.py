@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,9 @@ class Progress:
         noted: a summary of the steps whose loss was not finite
         best: the best values so far, by criterion, see ``Criterion.judge``
         hook_state: the dict that is passed to host hooks as ``state``
+        steps_per_pass: the number of steps in a pass over the data; None if it is not known
+        passes: the passes over the data that were made until ``passes_step``
+        passes_step: the last step at which a run was resumed with another ``steps_per_pass``, or 0
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -50,6 +54,40 @@ class Progress:
     noted: NonFinite = dataclasses.field(default_factory=NonFinite)
     best: dict[str, list[int | float]] = dataclasses.field(default_factory=dict)
     hook_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    steps_per_pass: int | None = None
+    passes: float = 0.0
+    passes_step: int = 0
+
+    def change_steps_per_pass(self, step: int, steps_per_pass: int | None) -> int | None:
+        """Notes how many steps a pass over the data has from a step on.
+
+        Args:
+            step: the step
+            steps_per_pass: the number of steps in a pass; None if it is not known
+
+        Returns:
+            The former number of steps; None if it was not known or has not changed.
+        """
+        before = self.steps_per_pass
+        if steps_per_pass is None or steps_per_pass == before:
+            return None
+        if before is not None:
+            self.passes = self.count_passes(step)
+            self.passes_step = step
+        self.steps_per_pass = steps_per_pass
+        return before
+
+    def count_passes(self, step: int) -> float:
+        """Returns the number of passes over the data that are made after a step."""
+        assert self.steps_per_pass is not None
+        return self.passes + (step - self.passes_step) / self.steps_per_pass
+
+    def find_step(self, passes: int) -> int:
+        """Returns the step after which a number of passes over the data have been made."""
+        assert self.steps_per_pass is not None
+        remaining = (passes - self.passes) * self.steps_per_pass
+        # The tolerance hides the rounding error of a part of a pass.
+        return self.passes_step + max(0, math.ceil(remaining - 1e-6))
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:

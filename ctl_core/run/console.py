@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import operator
 import re
 import time
@@ -65,6 +66,7 @@ class Console:
         self._log_seconds = LOG_SECONDS
         self._steps_per_epoch: int | None = None
         self._start = 0
+        self._passes = 0.0
         self._step = 0
         self._total = 0
         self._values: dict[str, float] = {}
@@ -97,6 +99,7 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         steps_per_epoch: int | None = None,
         log_seconds: float = LOG_SECONDS,
+        passes: float = 0.0,
     ) -> None:
         """Begins the progress line.
 
@@ -107,11 +110,13 @@ class Console:
             steps_per_epoch: the number of steps of an epoch; None if the line shows no epoch
             log_seconds: the number of seconds between two lines in the log; without a terminal,
                 also between two lines in the output
+            passes: the number of epochs before ``step``
         """
         self._start = self._step = step
         self._total = total
         self._meter = SpeedMeter(step, total, clock)
         self._steps_per_epoch = steps_per_epoch
+        self._passes = passes
         self._log_seconds = log_seconds
         self._printed_at = time.monotonic()
         if self._shown and self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
@@ -219,6 +224,14 @@ class Console:
         self._note_printed()
         self.say(line)
 
+    def _format_epoch(self, steps_per_epoch: int) -> str:
+        """Returns the current epoch and the number of epochs, such as ``epoch 2/5``."""
+        # The small number hides rounding errors of the passes.
+        done = self._passes + (self._step - self._start) / steps_per_epoch + 1e-9
+        all_epochs = self._passes + (self._total - self._start) / steps_per_epoch - 1e-9
+        epochs = math.ceil(all_epochs)
+        return f"epoch {min(int(done) + 1, epochs)}/{epochs}"
+
     def _make_line(self) -> ProgressLine:
         """Returns the current progress line."""
         line = ProgressLine(f"step {self._step}", values=format_values(self._choose_values()))
@@ -227,8 +240,7 @@ class Console:
         line.step += f"/{self._total}"
         line.share = self._step / max(self._total, 1)
         if self._steps_per_epoch:
-            epochs = -(-self._total // self._steps_per_epoch)
-            line.epoch = f"epoch {min(self._step // self._steps_per_epoch + 1, epochs)}/{epochs}"
+            line.epoch = self._format_epoch(self._steps_per_epoch)
         shortest = 0.0
         if self._progress is not None:
             shortest = SPEED_SECONDS

@@ -216,6 +216,36 @@ at_step = {2: start_another}
     assert code == "2" and message.count("error: ") == 1 and "runs/a" in message
 
 
+def test_epochs_are_passes_that_were_made(
+    train: engine.Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another batch size, or more data, does not change the number of further passes."""
+    batches = [*small.create_dataset(16)] * 2 + [*small.create_dataset(32)]
+
+    def check(examples: int, expected: int, **settings: Any) -> str:
+        hooks = small.hooks()
+        hooks.create_dataset = small.slices(small.data(examples), drop_remainder=True)
+        state = train(hooks, **small.settings(0) | {"steps": None} | settings)
+        assert state.step == expected
+        if len(batches) >= expected:
+            plain = small.plain(expected, batches=batches[:expected])
+            compare.assert_close(state.train_model.weights, plain.weights)
+        return capsys.readouterr().out
+
+    assert "an epoch has 6 steps" in check(100, 12, epochs=2)
+    out = check(100, 15, epochs=3, batch_size=32)
+    assert "a pass over the data has 3 steps now, and had 6 until now; 2 passes were made." in out
+    assert "size of the dataset" not in out
+    assert "nothing left to train" in check(100, 15, epochs=3, batch_size=32)
+    out = check(70, 17, epochs=4, batch_size=32)  # 2 steps in a pass
+    assert "create_dataset (small.py:" in out
+    assert "): the size of the dataset has changed: a pass over the data has 2 steps now" in out
+    assert "epoch 5/5" in check(100, 20, epochs=5, batch_size=32, log_seconds=1e-9)
+    # Without epochs, too, a line tells that the size has changed.
+    out = check(64, 21, epochs=None, steps=21, batch_size=32)
+    assert "the size of the dataset has changed: a pass over the data has 2 steps now" in out
+
+
 # ---- Deleted checkpoints -----------------------------------------------------------------------
 
 
