@@ -6,6 +6,7 @@ without the hook, a request contains only those entries of a batch that the outp
 example, it contains no labels.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -22,7 +23,7 @@ import tensorflow as tf
 from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.checkpoint.source import CheckpointName
 from ctl_core.compat import make_scratch_graph, run_layers
-from ctl_core.hooks.callbacks_file import find_callbacks, keep_imports, load_callbacks
+from ctl_core.hooks.callbacks_file import find_callbacks, find_modules, load_callbacks
 from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import find_tables
 from ctl_core.input.batches import count_rows, make_placeholders, set_rows
@@ -419,7 +420,9 @@ def load(
     folder = Path(os.path.abspath(run))
     refuse_here(folder)
     config = resolve([read_run_settings(folder)])
-    with TURNS.load(), leave_run(), keep_imports(), _note_loading(folder):
+    with contextlib.ExitStack() as stack:
+        for context in (TURNS.load(), leave_run(), _keep_custom_objects(), _note_loading(folder)):
+            stack.enter_context(context)
         if callbacks is None:
             name = config.callbacks
             project = _find_project(folder, config.runs_dir)
@@ -428,7 +431,9 @@ def load(
             )
             if hooks_file.note:
                 create_console().say(hooks_file.note)
-            callbacks = load_callbacks(hooks_file, project)
+            modules = find_modules(hooks_file, project)
+            stack.enter_context(modules.activate())
+            callbacks = load_callbacks(hooks_file, project, modules)
         # The folder may have been moved or renamed since the run was trained.
         config = dataclasses.replace(config, run_name=folder.name, runs_dir=str(folder.parent))
         with restore_run(callbacks, config, checkpoint) as (state, _):
@@ -475,6 +480,21 @@ def _note_loading(folder: Path) -> Iterator[None]:
         yield
     finally:
         _loading.folders.remove(folder)
+
+
+@contextmanager
+def _keep_custom_objects() -> Iterator[None]:
+    """Restores the objects that are registered with Keras by name.
+
+    The modules of the loaded run may register other objects under the same names.
+    """
+    objects = keras.saving.get_custom_objects()
+    before = dict(objects)
+    try:
+        yield
+    finally:
+        objects.clear()
+        objects.update(before)
 
 
 def _find_project(run: Path, runs_dir: str) -> Path:

@@ -4,17 +4,16 @@ Each run folder contains a copy of the file with which the run was trained. The 
 to ``--callbacks``. Modules that the file imports are not copied.
 """
 
-import contextlib
 import dataclasses
 import os
 import sys
 import traceback
 import types
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ctl_core.hooks.project_modules import ProjectModules
 from ctl_core.run.errors import CtlError, SetupError, format_error, format_name
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
@@ -120,10 +119,26 @@ def check_compiles(hooks_file: HooksFile) -> types.CodeType:
         raise SetupError(_explain(error, hooks_file)) from error
 
 
-def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.ModuleType:
+def find_modules(hooks_file: HooksFile, project: Path) -> ProjectModules:
+    """Returns the modules that the file can import, for a run that is loaded."""
+    folders = [hooks_file.stands_for.parent]
+    if project != folders[0]:
+        folders.append(project)
+    return ProjectModules(folders, [PROJECT, MODULE])
+
+
+def load_callbacks(
+    hooks_file: HooksFile, project: Path | None = None, modules: ProjectModules | None = None
+) -> types.ModuleType:
     """Imports the current content of the file.
 
     The file can import modules from its own folder and from the project.
+
+    Args:
+        hooks_file: the file
+        project: the folder of the project; None means the current folder
+        modules: the modules of a loaded run, which are active; None if the file belongs to the
+            command of this process, which has all modules in ``sys.modules``
 
     Raises:
         SetupError: the import fails; the message has the line. This includes a file that calls
@@ -139,7 +154,7 @@ def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.
     original = hooks_file.stands_for
     project = project or Path.cwd()
     for folder in (project, original.parent):
-        if str(folder) not in sys.path:
+        if modules is None and str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
     name = MODULE
     if original == project / DEFAULT:
@@ -147,6 +162,8 @@ def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.
     module = types.ModuleType(name)
     module.__file__ = str(original)  # callbacks.py may use this to find its data
     vars(module)["__file_content__"] = hooks_file.path.read_bytes()
+    if modules is not None:
+        vars(module)["__builtins__"] = modules.builtins
     sys.modules[module.__name__] = module
     code = check_compiles(hooks_file)
     from ctl_core.hooks.recording import IMPORTED, note_layers  # late, since this loads TensorFlow
@@ -161,23 +178,6 @@ def load_callbacks(hooks_file: HooksFile, project: Path | None = None) -> types.
     finally:
         _importing.remove(original)
     return module
-
-
-@contextlib.contextmanager
-def keep_imports() -> Iterator[None]:
-    """Restores the imported hooks and the module search path after other hooks were loaded.
-
-    If no hooks had been imported before, the other hooks stay imported.
-    """
-    path = list(sys.path)
-    modules = {name: sys.modules.get(name) for name in (PROJECT, MODULE)}
-    try:
-        yield
-    finally:
-        for name, module in modules.items():
-            if module is not None:
-                sys.path[:] = path
-                sys.modules[name] = module
 
 
 def _explain(error: BaseException, hooks_file: HooksFile) -> str:

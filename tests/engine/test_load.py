@@ -248,3 +248,113 @@ def test_host_hooks_see_and_predict_writes_what_does_not_fit(train: Train) -> No
         output, lengths = file["output"], file["output.lengths"]
     assert output.shape == (12, 6, 2) and lengths.tolist() == LENGTHS
     assert not output[0, 3:].any() and output[0, :3].all()
+
+
+OWN_MODULES = f"""{small.CALLBACKS}
+import features
+
+
+@keras.saving.register_keras_serializable("test")
+class Scale(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs * features.SCALE
+
+
+def create_model():
+    import later
+
+    return small.model_with(Scale(), later.create_layer())
+
+
+def read_scale():
+    import features
+    from later import read_offset
+
+    return features.SCALE, read_offset()
+"""
+LATER = """
+import keras
+
+
+def create_layer():
+    from package.offset import OFFSET
+
+    return keras.layers.Rescaling(1.0, offset=OFFSET)
+
+
+def read_offset():
+    from package.offset import OFFSET
+
+    return OFFSET
+"""
+
+
+def write_project(folder: Path, scale: float) -> float:
+    """Writes a project whose modules have the same names as those of other projects."""
+    (folder / "package").mkdir(parents=True, exist_ok=True)
+    (folder / "callbacks.py").write_text(OWN_MODULES)
+    (folder / "features.py").write_text(f"SCALE = {scale}\n")
+    (folder / "later.py").write_text(LATER)
+    (folder / "package/__init__.py").write_text("from .offset import OFFSET\n")
+    (folder / "package/offset.py").write_text(f"OFFSET = {scale + 1}\n")
+    return scale
+
+
+def test_each_loaded_run_has_its_own_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if they are imported later, and ``sys.modules`` stays as it was."""
+    projects = {name: tmp_path / name for name in ("first", "second", "here")}
+    scales = {name: write_project(folder, n) for n, (name, folder) in enumerate(projects.items())}
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(str(projects["here"]))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    names = ("callbacks", "features", "later", "package", "package.offset")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    import callbacks
+
+    for folder in projects.values():
+        # Each project has the same weights, so its runs differ only in the modules.
+        monkeypatch.chdir(folder)
+        ctl_core.train(callbacks, ctl_core.Config(steps=0, batch_size=16, run_name="a"))
+    modules = dict(sys.modules)
+    objects = dict(keras.saving.get_custom_objects())
+    path = list(sys.path)
+
+    loaded = {name: ctl_core.load(folder / "runs/a") for name, folder in projects.items()}
+    inputs = small.data()[0][:4]
+    for name, served in loaded.items():
+        hidden, scale, rescaling, _ = served.model.layers
+        assert type(scale).__module__ == "callbacks"
+        np.testing.assert_allclose(scale(hidden(inputs)), hidden(inputs) * scales[name])
+        assert rescaling.offset == scales[name] + 1
+        read_scale = served.state.hooks.create_model.function.__globals__["read_scale"]
+        assert read_scale() == (scales[name], scales[name] + 1)
+    assert {name: sys.modules[name] for name in names} == {name: modules[name] for name in names}
+    assert sys.path == path
+    assert keras.saving.get_custom_objects() == objects
+    assert callbacks.read_scale() == (2, 3)
+
+    write_project(projects["here"], 9)  # an edit, and a run that is loaded again
+    assert ctl_core.load(projects["here"] / "runs/a").model.layers[2].offset == 10
+    assert callbacks.read_scale() == (2, 3)
+
+
+def test_hooks_are_imported_as_they_are_now_after_a_run_was_loaded(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli(small.CALLBACKS, command=FLAGS).code == 0
+    monkeypatch.delitem(sys.modules, "callbacks", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    path = list(sys.path)
+    ctl_core.load("runs/a")
+    assert "callbacks" not in sys.modules and sys.path == path
+    Path("callbacks.py").write_text(f"{small.CALLBACKS}\nEDITED = True\n")
+    monkeypatch.syspath_prepend(".")
+
+    import callbacks
+
+    assert callbacks.EDITED
+    monkeypatch.delitem(sys.modules, "callbacks")

@@ -1,0 +1,129 @@
+"""Gives each loaded run its own modules, so that they do not mix with those of the process.
+
+``ctl.load`` may load runs of several projects, and of this project before and after an edit. Their
+files import modules that have the same names, such as ``features``, but not the same content.
+"""
+
+import builtins
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ctl_core.run.errors import NOT_THE_USERS
+
+# Modules that all runs share, even if a project contains a folder of this name.
+_SHARED = frozenset({"ctl_core", "keras", "numpy", "tensorflow"}) | sys.stdlib_module_names
+
+
+class ProjectModules(importlib.abc.MetaPathFinder):
+    """The modules of a project that a loaded run imports.
+
+    These are the modules and packages in the project's folders. They are not in ``sys.modules``,
+    except within ``activate`` and while an import statement of these modules runs.
+    """
+
+    def __init__(self, folders: Sequence[Path], names: Sequence[str]) -> None:
+        """Prepares to import modules; none is imported yet.
+
+        Args:
+            folders: the folders in which modules are searched
+            names: further names of modules that belong to the project
+        """
+        self._folders = [str(folder) for folder in folders]
+        self._names = {*names, *_list_modules(folders)} - _SHARED
+        self._names -= {name for name in self._names if _is_library(sys.modules.get(name))}
+        self._modules: dict[str, types.ModuleType] = {}
+        self._is_active = False
+        # Functions of the modules may import other modules later, when they are called.
+        self.builtins = {**vars(builtins), "__import__": self._import}
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        """Replaces the modules of other projects in ``sys.modules`` with those of this project.
+
+        When the context ends, ``sys.modules`` and ``sys.path`` are restored.
+        """
+        if self._is_active:
+            yield
+            return
+        hidden = self._remove_modules()
+        path = list(sys.path)
+        sys.path[:0] = self._folders
+        sys.meta_path.insert(0, self)
+        sys.modules.update(self._modules)
+        importlib.invalidate_caches()
+        self._is_active = True
+        try:
+            yield
+        finally:
+            self._is_active = False
+            sys.meta_path.remove(self)
+            self._modules.update(self._remove_modules())
+            sys.modules.update(hidden)
+            sys.path[:] = path
+
+    def _remove_modules(self) -> dict[str, types.ModuleType]:
+        """Removes the modules whose names belong to the project from ``sys.modules``."""
+        names = [name for name in sys.modules if name.partition(".")[0] in self._names]
+        return {name: sys.modules.pop(name) for name in names}
+
+    def _import(self, name: str, *args: Any, **options: Any) -> types.ModuleType:
+        """Runs an import statement of the project's modules."""
+        is_relative = bool(options.get("level") or (len(args) > 3 and args[3]))
+        if not is_relative and name.partition(".")[0] not in self._names:
+            return builtins.__import__(name, *args, **options)
+        with self.activate():
+            return builtins.__import__(name, *args, **options)
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Finds a module of the project; returns None for all other modules."""
+        if fullname.partition(".")[0] not in self._names:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(fullname, spec.loader.path, self.builtins)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Runs the present content of a file, with its own import statement."""
+
+    def __init__(self, name: str, path: str, names: dict[str, Any]) -> None:
+        super().__init__(name, path)
+        self._builtins = names
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Compiles the file. Bytecode might be stale if the file has just been edited."""
+        path = self.get_filename(fullname)
+        code: types.CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        vars(module)["__builtins__"] = self._builtins
+        super().exec_module(module)
+
+
+def _list_modules(folders: Sequence[Path]) -> Iterator[str]:
+    """Yields the names of the modules and packages in some folders."""
+    for folder in folders:
+        for path in folder.iterdir():
+            is_package = path.is_dir() and next(path.glob("*.py"), None) is not None
+            name = path.stem if path.suffix == ".py" else path.name
+            if (is_package or path.suffix == ".py") and name.isidentifier():
+                yield name
+
+
+def _is_library(module: types.ModuleType | None) -> bool:
+    file = getattr(module, "__file__", None) or ""
+    return any(place in file for place in NOT_THE_USERS)
