@@ -31,6 +31,10 @@ if __name__ == "__main__":  # before the slow imports
     signals.end_quietly()
 
 from ctl_core.run.errors import CtlError, PeerLost, format_error
+from ctl_core.run.hash_seed import restart_with_fixed_seed
+
+if __name__ == "__main__":  # before the imports that take time
+    restart_with_fixed_seed()
 
 try:
     from ctl_core.checkpoint.logical_replicas import settle_logical_replicas

@@ -52,16 +52,22 @@ def open_run(callbacks: Callbacks, config: Config) -> Iterator[OpenRun]:
 
 @contextmanager
 def restore_run(
-    callbacks: Callbacks, config: Config, checkpoint: CheckpointName
+    callbacks: Callbacks, config: Config, checkpoint: CheckpointName, reads_data: bool = True
 ) -> Iterator[tuple[State, Console]]:
     """Builds the state of a run and restores a checkpoint; with ``ema``, the averaged weights.
+
+    Args:
+        callbacks: the hooks
+        config: the settings of the run
+        checkpoint: the name of the checkpoint
+        reads_data: see ``Checkpoints.restore``
 
     Raises:
         SetupError: there is no such checkpoint, or it does not fit the model.
     """
     with open_run(callbacks, config) as (state, run, console):
         source = choose_checkpoint(run.path, checkpoint)
-        Checkpoints(state, console).restore(source, with_input=False)
+        Checkpoints(state, console).restore(source, with_input=False, reads_data=reads_data)
         note = ""
         if source.wanted == "best" and checkpoint is None:
             note = ", the best one; use --checkpoint last for the newest"

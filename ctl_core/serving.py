@@ -436,7 +436,7 @@ def load(
             callbacks = load_callbacks(hooks_file, project, modules)
         # The folder may have been moved or renamed since the run was trained.
         config = dataclasses.replace(config, run_name=folder.name, runs_dir=str(folder.parent))
-        with restore_run(callbacks, config, checkpoint) as (state, _):
+        with restore_run(callbacks, config, checkpoint, reads_data=False) as (state, _):
             return create_inference(state)
 
 

@@ -50,6 +50,7 @@ from ctl_core.numerics.variables import is_summed, unwrap
 from ctl_core.run.console import Console
 from ctl_core.run.errors import RunError, SetupError, format_error
 from ctl_core.run.files import relative_path
+from ctl_core.run.hash_seed import fingerprint_order
 from ctl_core.run.layers import format_config
 
 # The type of the object that ``tf.train.Checkpoint.restore`` and ``read`` return.
@@ -297,6 +298,7 @@ class Checkpoints:
             settings=self._settings,
             logical_replicas=state.config.logical_replicas,
             intra_op_threads=state.config.intra_op_threads,
+            set_order=fingerprint_order(),
             generators=[state.tolist() for state in state.components.generators.initial_states],
             run_id=self._run_id,
             is_finite=self._is_finite,
@@ -354,7 +356,9 @@ class Checkpoints:
         while self._writer.written and self._console.listeners is not None:
             self._console.listeners.tell("saved", *self._writer.written.pop(0))
 
-    def restore(self, source: Source | None, with_input: bool = True) -> Record | None:
+    def restore(
+        self, source: Source | None, with_input: bool = True, reads_data: bool = True
+    ) -> Record | None:
         """Restores the newest complete checkpoint of a source.
 
         Args:
@@ -362,6 +366,8 @@ class Checkpoints:
             with_input: whether training resumes from the checkpoint. If False, the data start from
                 the beginning, and the weights are replaced by their averages if the run computes
                 averages (``ema``).
+            reads_data: whether the data of the hooks are used. In this case, a line is printed if
+                sets have another order than in the process that trained.
 
         Returns:
             The record of the checkpoint; None without a source.
@@ -391,6 +397,8 @@ class Checkpoints:
         has_lost_records = any(folder.glob("*.index")) and not (folder / "engine").is_dir()
         if record is None and (steps or has_lost_records):
             raise SetupError(_explain_none_whole(folder, source))
+        if reads_data:
+            self._compare_set_order(record)
         if with_input and self._cluster.task.chief:
             sweep(self._folder)
         self._set_initial_generators(record)
@@ -409,6 +417,16 @@ class Checkpoints:
             generators.initial_states = [np.array(state) for state in record.generators]
         else:
             generators.initial_states = [state.numpy() for state in generators.variables]
+
+    def _compare_set_order(self, record: Record | None) -> None:
+        """Prints a line if sets have another order than in the process that trained."""
+        if record is None or record.set_order in (None, fingerprint_order()):
+            return
+        self._console.say(
+            "PYTHONHASHSEED: sets have another order in this process than in the one that "
+            "trained the checkpoint. If hooks number classes in the order of a set, sort the "
+            "set; train.sh and python -m ctl_core fix the order."
+        )
 
     def _put_nonfinite_last(self, folder: Path, steps: list[int]) -> list[int]:
         """Moves the newest checkpoints to the end of a list if their weights are not finite.

@@ -71,6 +71,8 @@ class Record:
         is_finite: whether the weights were finite, see ``FiniteVariables``; None if they were not
             checked
         digests: the result of ``digest_files``; empty if the run had no mirror
+        set_order: the result of ``fingerprint_order`` in the process that trained; None in a record
+            of engine 2.0
         format: the ``FORMAT`` of the engine that wrote the record
         engine: the version of that engine
     """
@@ -98,6 +100,7 @@ class Record:
     run_id: str = ""
     is_finite: bool | None = None
     digests: dict[str, str] = dataclasses.field(default_factory=dict)
+    set_order: int | None = None
     format: int = FORMAT
     engine: str = __version__
 

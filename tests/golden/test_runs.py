@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 import ctl_core
+from ctl_core.checkpoint import checkpoints
 from ctl_core.run.files import relative_path, remove
 from tests.golden import compare, engine, small
 from tests.golden.engine import Command
@@ -244,6 +245,34 @@ def test_epochs_are_passes_that_were_made(
     # Without epochs, too, a line tells that the size has changed.
     out = check(64, 21, epochs=None, steps=21, batch_size=32)
     assert "the size of the dataset has changed: a pass over the data has 2 steps now" in out
+
+
+def test_sets_have_one_order_in_all_processes_of_the_command_line(project: Path) -> None:
+    (project / "callbacks.py").write_text('raise ValueError(hash("a"))\n')
+    expected = subprocess.run(
+        [sys.executable, "-c", "print(hash('a'))"],
+        env=engine.environment(PYTHONHASHSEED="0"), capture_output=True, text=True,
+    )  # fmt: skip
+    environ = engine.environment()
+    environ.pop("PYTHONHASHSEED", None)
+    words = engine.command_line("train", *FLAGS, "--steps=1")
+    done = subprocess.run(words, cwd=project, env=environ, capture_output=True, text=True)
+    assert done.stderr == f"error: callbacks.py:1: ValueError: {expected.stdout.strip()}\n"
+
+
+def test_another_order_of_sets_is_reported(
+    train: engine.Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(small.hooks(), **small.settings(2))
+    train(small.hooks(), **small.settings(4))
+    assert "PYTHONHASHSEED" not in capsys.readouterr().out
+    monkeypatch.setattr(checkpoints, "fingerprint_order", lambda: 1)
+    state = train(small.hooks(), **small.settings(6))
+    assert "PYTHONHASHSEED: sets have another order in this proc" in capsys.readouterr().out
+    compare.assert_close(state.train_model.weights, small.plain(6).weights)
+    monkeypatch.undo()
+    ctl_core.load(state.run_dir, callbacks=small.hooks())
+    assert "PYTHONHASHSEED" not in capsys.readouterr().out
 
 
 # ---- Deleted checkpoints -----------------------------------------------------------------------
