@@ -397,8 +397,7 @@ class Checkpoints:
         has_lost_records = any(folder.glob("*.index")) and not (folder / "engine").is_dir()
         if record is None and (steps or has_lost_records):
             raise SetupError(_explain_none_whole(folder, source))
-        if reads_data:
-            self._compare_set_order(record)
+        self._compare_set_order(record, reads_data)
         if with_input and self._cluster.task.chief:
             sweep(self._folder)
         self._set_initial_generators(record)
@@ -418,9 +417,9 @@ class Checkpoints:
         else:
             generators.initial_states = [state.numpy() for state in generators.variables]
 
-    def _compare_set_order(self, record: Record | None) -> None:
+    def _compare_set_order(self, record: Record | None, reads_data: bool) -> None:
         """Prints a line if sets have another order than in the process that trained."""
-        if record is None or record.set_order in (None, fingerprint_order()):
+        if record is None or not reads_data or record.set_order in (None, fingerprint_order()):
             return
         self._console.say(
             "PYTHONHASHSEED: sets have another order in this process than in the one that "

@@ -13,6 +13,7 @@ import logging
 import math
 import operator
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
@@ -21,6 +22,7 @@ import numpy as np
 from rich.console import Console as Terminal
 from rich.progress import Progress
 
+from ctl_core.run.output import escape_missing_letters
 from ctl_core.run.progress import MOST_VALUES, LineColumn, ProgressLine, SpeedMeter, format_seconds
 
 # A number that a hook passes: a Python number, or a scalar of NumPy or TensorFlow.
@@ -59,6 +61,7 @@ class Console:
     def __init__(self, terminal: Terminal | None = None, shown: bool = True) -> None:
         self.listeners: ListenerGroup | None = None
         self.read_rates: Callable[[], dict[str, float]] = dict
+        escape_missing_letters(sys.stdout)
         self._terminal = terminal or Terminal()
         self._shown = shown
         self._progress: Progress | None = None

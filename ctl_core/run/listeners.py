@@ -22,6 +22,7 @@ from typing import Any, TextIO
 from ctl_core.run.console import LOG, format_evaluation, warn
 from ctl_core.run.errors import SetupError, format_error, make_line, quote
 from ctl_core.run.files import atomic_write, relative_path
+from ctl_core.run.output import restore_letters
 from ctl_core.run.settings import Config, flatten
 
 FILE = "metrics.jsonl"
@@ -205,6 +206,8 @@ class TrainingLog(Listener):
         """Creates the listener with the note of a run; None if the run has no note."""
         self._path = Path("training_log.md").absolute()
         self._note = note
+        if note is not None:
+            self._note = restore_letters(note)
         self._run = ""
         self._evaluated: tuple[dict[str, float], int] | None = None
 

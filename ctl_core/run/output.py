@@ -8,6 +8,7 @@ of the run.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -53,6 +54,23 @@ class DroppableOutput:
         )
 
 
+def escape_missing_letters(stream: object) -> None:
+    """Lets a stream write letters that its encoding does not have as escapes, such as ``\\xfc``.
+
+    In a terminal whose encoding is not UTF-8, an error would end the run otherwise.
+    """
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors="backslashreplace")
+
+
+def restore_letters(text: str) -> str:
+    """Returns a word of the command line with its letters, even if Python could not decode them.
+
+    Python decodes the command line in the encoding of the locale, which may be ASCII.
+    """
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def keep_outputs() -> None:
     """Lets this process continue when its outputs are closed, now or later.
 
@@ -60,6 +78,8 @@ def keep_outputs() -> None:
     the next file that is opened would get its file descriptor, and C++ code would write its
     messages into that file.
     """
+    for stream in (sys.stdout, sys.stderr):
+        escape_missing_letters(stream)
     for number in (0, 1, 2):
         try:
             os.fstat(number)

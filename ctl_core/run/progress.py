@@ -95,6 +95,10 @@ def format_seconds(seconds: float) -> str:
     return f"{minute}:{second:02}"
 
 
+# What replaces the characters of a line in a terminal whose encoding does not have them.
+_ASCII = str.maketrans("━─…", "=-.")
+
+
 class LineColumn(ProgressColumn):
     """Shows a ``ProgressLine`` as the only column of a ``rich`` progress display."""
 
@@ -106,6 +110,8 @@ class LineColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         """Returns the line; ``rich`` calls this twice a second."""
         line = self._get_line().fit(self._terminal.width)
+        if not self._terminal.encoding.startswith("utf"):
+            line = line.translate(_ASCII)
         return Text(line, no_wrap=True, overflow="crop")
 
 

@@ -147,7 +147,7 @@ class Run:
             raise SetupError(
                 f"{relative_path(path)}: is a link; remove it, or choose another run_name."
             )
-        handler = _LogHandler(path, encoding="utf-8")
+        handler = _LogHandler(path, encoding="utf-8", errors="backslashreplace")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         LOG.addHandler(handler)
         return handler

@@ -1,14 +1,19 @@
 """Tests of output streams that are closed or full during a run, and of the lock of a run."""
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console as Terminal
+from rich.progress import Progress
 
+from ctl_core.run.console import Console
 from ctl_core.run.files import is_run_locked, lock_run, release_run
-from ctl_core.run.output import DroppableOutput
+from ctl_core.run.output import DroppableOutput, restore_letters
+from ctl_core.run.progress import LineColumn, ProgressLine
 from tests.golden.engine import PYTHONPATH
 
 SAYS = """
@@ -44,6 +49,41 @@ def test_output_that_can_be_written_is_the_stream() -> None:
         output = DroppableOutput(stream)
         print("a line", file=output, flush=True)  # type: ignore[call-overload]
         assert reader.readline() == "a line\n" and not output.isatty()
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_output_in_any_encoding_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, errors: str
+) -> None:
+    """Letters that the encoding does not have are written as escapes."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding, errors)
+    monkeypatch.setattr(sys, "stdout", stream)
+    Console().warn("größe … \udcff")
+    stream.flush()
+    written = stream.buffer.getvalue().decode(encoding)
+    expected = {
+        "ascii": "gr\\xf6\\xdfe \\u2026 \\udcff",
+        "latin-1": "größe \\u2026 \\udcff",
+        "utf-8": "größe … \\udcff",
+    }
+    assert written == f"warning: {expected[encoding]}\n"
+
+
+def test_the_live_line_uses_letters_of_the_terminal() -> None:
+    task = Progress().tasks
+    for encoding, letters in (("ascii", {"=", "-"}), ("utf-8", {"━", "─"})):
+        terminal = Terminal(file=io.TextIOWrapper(io.BytesIO(), encoding), width=80)
+        column = LineColumn(terminal, lambda: ProgressLine("step 1/2", share=0.5))
+        line = column.render(task)  # type: ignore[arg-type]  # the task is not used
+        assert {*line.plain.removeprefix("step 1/2").split()[0]} == letters
+
+
+def test_a_note_has_its_letters_in_any_locale(tmp_path: Path) -> None:
+    """In an ASCII locale, Python decodes the bytes of a flag to surrogates."""
+    note = "größer".encode().decode("ascii", "surrogateescape")
+    assert restore_letters(note) == restore_letters("größer") == "größer"
+    assert restore_letters("\udcff") == "\\xff"
 
 
 def test_run_is_locked_until_it_is_released(tmp_path: Path) -> None:
