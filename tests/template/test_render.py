@@ -32,7 +32,7 @@ MARKS = re.compile(r"\{\{|\{%|\{#|cookiecutter\.[a-z_]")
 
 ALWAYS = """
     callbacks.py config.yaml train.sh tests/test_callbacks.py pyproject.toml README.md
-    AGENTS.md SECURITY.md .gitignore .pre-commit-config.yaml .github/workflows/ci.yml
+    AGENTS.md SECURITY.md .gitignore .gitattributes .pre-commit-config.yaml .github/workflows/ci.yml
     .github/workflows/scheduled.yml .github/dependabot.yml
 """
 
