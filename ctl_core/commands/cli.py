@@ -332,6 +332,8 @@ def _create_flag_source(command: str, fields: dict[str, Any]) -> Any:
 def _split_hparams(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Separates hyperparameters from other flags; ``--hparams.a.b 3`` becomes {a: {b: "3"}}.
 
+    ``--no-hparams.a`` becomes {a: "false"}.
+
     Raises:
         SetupError: the last flag has no value.
     """
@@ -340,10 +342,13 @@ def _split_hparams(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     remaining = iter(words)
     for word in remaining:
         flag, equals, text = word.partition("=")
-        if not flag.startswith("--hparams."):
+        is_off = flag.startswith("--no-hparams.") and not equals
+        if not is_off and not flag.startswith("--hparams."):
             others.append(word)
             continue
-        value: Any = text if equals else next(remaining, None)
+        value: Any = "false"
+        if not is_off:
+            value = text if equals else next(remaining, None)
         if value is None:
             raise SetupError(f"{format_name(flag)}: expected a value after it.")
         for name in reversed(flag.split(".")[1:]):

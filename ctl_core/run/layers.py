@@ -265,6 +265,8 @@ def resolve(files: Sequence[Layer], above: Sequence[Layer] = ()) -> Config:
         if number == len(files):
             known = hparams
         changes = layer.values.get("hparams") or {}
+        if layer.place == ENV_PREFIX:
+            changes = match_case(changes, hparams)
         hparams = merge_hparams(hparams, changes, layer.locate("hparams"), known)
     try:
         return Config(**{**merged, "hparams": hparams})
@@ -338,14 +340,45 @@ def _convert(value: SettingValue, present: SettingValue, where: str) -> SettingV
             value = parsed
     if present is None or value is None:
         return value
+    if type(present) is int and type(value) is float and not value.is_integer():
+        return value  # the file may contain 0 for a number such as a rate
     try:
         return TypeAdapter(type(present)).validate_python(value)
     except ValidationError:
-        expected = (
-            f"expected a value of the same kind as {quote(present, 40)}, the value in a "
-            "settings file"
-        )
-        raise SetupError(f"{format_name(where)}: {expected}, got {quote(value)}.") from None
+        raise SetupError(
+            f"{format_name(where)}: expected {_describe_kind(present)}, the value in a settings "
+            f"file, got {quote(value)}."
+        ) from None
+
+
+def _describe_kind(present: SettingValue) -> str:
+    """Returns a phrase for the values that may replace a hyperparameter."""
+    text = make_line(yaml.dump(present, Dumper=_Dumper, default_flow_style=True, width=1000), 40)
+    if isinstance(present, list):
+        return f"a list such as '{text}'"
+    if isinstance(present, dict):
+        return f"names with values such as '{text}'"
+    return f"a value of the same kind as {quote(present, 40)}"
+
+
+def match_case(changes: SettingValue, present: Mapping[str, Any]) -> SettingValue:
+    """Returns hyperparameters of environment variables with the upper-case letters of their names.
+
+    The names of variables are read in lower case.
+
+    Args:
+        changes: the values of the variables
+        present: the hyperparameters of the settings files
+    """
+    if not isinstance(changes, dict):
+        return changes
+    by_lower = {str(name).lower(): name for name in present}
+    matched = {}
+    for name, value in changes.items():
+        if name not in present:
+            name = by_lower.get(str(name), name)
+        matched[name] = match_case(value, _as_dict(present.get(name)))
+    return matched
 
 
 def _read_value(text: str) -> SettingValue:

@@ -193,7 +193,7 @@ class Config:
     log_seconds: float = declare(
         10.0, "seconds between progress lines in a log or a pipe", gt=0, lt=1e6
     )
-    keep: Number = declare(50, "number of newest checkpoints to keep")
+    keep: int = declare(50, "number of newest checkpoints to keep, at least 2", ge=2)
     keep_best: _Best | None = declare(
         None,
         "also keep the checkpoint with the best METRIC, METRIC:max or METRIC:min",
@@ -355,6 +355,7 @@ _EXPECTED = {
     "greater_than_equal": "a number of at least {ge}",
     "greater_than": "a number above {gt}",
     "less_than_equal": "a number of at most {le}",
+    "less_than": "a number below {lt}",
     "string": "a string (in quotes if it looks like a number)",
 }
 

@@ -133,12 +133,27 @@ def test_the_last_of_two_settings_files_wins() -> None:
     assert refuse(*files, "--config=none.yaml") == "none.yaml: there is no such settings file."
 
 
+def test_a_number_outside_of_its_limits_is_refused_with_the_limit() -> None:
+    for flag, expected in {
+        "--keep=1": "keep: expected a number of at least 2, got '1'.",
+        "--ema=1": "ema: expected a number below 1.0, got '1'.",
+        "--workers=1024": "workers: expected a number below 1024, got '1024'.",
+        "--seed=-1": "seed: expected a number of at least 0, got '-1'.",
+        "--learning-rate=0": "learning_rate: expected a number above 0.0, got '0'.",
+    }.items():
+        assert refuse(flag) == expected
+    assert resolve("--keep=2").keep == 2
+
+
 # ---- hparams -----------------------------------------------------------------------------------
 
-TYPED = "hparams: {n: 3, x: 1.5, sure: true, t: base, l: [1], d: {n: 1}, nothing: null}"
+TYPED = (
+    "hparams: {n: 3, x: 1.5, sure: true, t: base, l: [1], d: {n: 1, In: 1}, Up: 1, nothing: null}"
+)
 KEPT: dict[tuple[str, str], Any] = {
     ("n", "4"): 4, ("x", "2"): 2.0, ("x", "null"): None, ("sure", "no"): False, ("t", "007"): "007",
-    ("l", "[a]"): ["a"], ("d.n", "5"): 5, ("nothing", "a"): "a",
+    ("n", "0.5"): 0.5, ("l", "[a]"): ["a"], ("Up", "5"): 5, ("d.In", "6"): 6,
+    ("d.n", "5"): 5, ("nothing", "a"): "a",
 }  # fmt: skip
 
 
@@ -169,6 +184,19 @@ def test_hparams_are_read_alike_everywhere_and_read_back_equal(text: str) -> Non
     assert resolve() == load_config("config.yaml") == plain
     if text != "[not yaml":
         assert resolve(config=f"hparams:\n  x: {text}\n") == plain
+
+
+def test_an_hparam_is_switched_off_and_a_list_is_written_in_brackets() -> None:
+    resolved = resolve(
+        "--no-hparams.sure", "--no-hparams.d.b", config="hparams: {sure: true, d: {b: true}}"
+    )
+    assert resolved.hparams == {"sure": False, "d": {"b": False}}
+    config = "hparams: {sizes: [64, 32], d: {n: 1}}\n"
+    assert resolve("--hparams.sizes", "[16, 8]", config=config).hparams["sizes"] == [16, 8]
+    for flags in (("--hparams.sizes", "16,8"), ("--hparams.sizes.0", "16"), ("--hparams.sizes=8",)):
+        message = refuse(*flags)
+        assert message.startswith("hparams.sizes: expected a list such as '[64, 32]', the value in")
+    assert "expected names with values such as '{n: 1}', the value" in refuse("--hparams.d=3")
 
 
 def test_an_hparam_that_no_settings_file_has_is_refused() -> None:
