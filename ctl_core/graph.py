@@ -257,9 +257,9 @@ class StepFunctions:
         row, column = np.argwhere(~flags)[0]
         step = self._state.step - len(flags) + 1 + int(row)
         raise RunError(
-            f"logical_replicas: in step {step}, the forward pass assigns different values to "
-            f"{self._compared[column]} on different logical replicas; assign a value that is "
-            "equal on all of them, or leave out logical_replicas."
+            f"logical_replicas: in step {step}, the forward or backward pass assigns "
+            f"different values to {self._compared[column]} on different logical replicas; "
+            "assign a value that is equal on all of them, or leave out logical_replicas."
         )
 
     def trace(self, fetches: frozenset[str] = frozenset()) -> GraphFunction:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.cluster.replica_contexts import FirstReplica
+from ctl_core.cluster.replica_contexts import NO_EXCHANGE, FirstReplica
 from ctl_core.cluster.sync import Cluster
 from ctl_core.evaluation.evaluate import Evaluation
 from ctl_core.evaluation.step import add_batch
@@ -23,6 +23,7 @@ from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.recording import Recording, unfreeze
 from ctl_core.input.batches import Share, find_first_replica, make_placeholders
 from ctl_core.model.averages import find_moving_statistics
+from ctl_core.model.backward import BackwardOp, add_backward_pass, needs_backward_pass
 from ctl_core.model.components import (
     SINGLE_OBJECTIVE,
     Components,
@@ -35,7 +36,11 @@ from ctl_core.model.copies import list_local_components
 from ctl_core.model.fingerprint import compare_forward
 from ctl_core.model.forward import ReplicaObjective, compute_objectives, forward_backward, run_model
 from ctl_core.model.logical_limits import refuse_layers
-from ctl_core.model.loss_calls import refuse_exchanges, refuse_scaled_losses
+from ctl_core.model.loss_calls import (
+    refuse_calls_of_collectives,
+    refuse_exchanges,
+    refuse_scaled_losses,
+)
 from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.numerics.randomness import find_drawing_layers
 from ctl_core.numerics.reduction import PIECES
@@ -51,7 +56,7 @@ class TracedForward(NamedTuple):
     Attributes:
         variables: the variables to train by objective, including those of frozen layers
         weights: the trainable variables of the model
-        written: the variables that the forward pass writes
+        written: the variables that the forward pass or the backward pass writes
         drawing_layers: the kinds of layers that draw random numbers
         scalar_losses: the objectives whose loss is a single number per batch
         unchanged_losses: the objectives whose loss ``grad_pre`` returned unchanged
@@ -103,13 +108,13 @@ class ScratchTracer:
                 with recording.record_as("create_train_metrics"):
                     update_train_metrics(turn, result, None)
             weights = trainable_variables(forward.train_model)
-        operations = list(compat.add_called_ops(graph.get_operations()))
+            operations = list(compat.add_called_ops(graph.get_operations()))
+            backward_ops = self._trace_backward(graph, operations, objectives)
         compare_forward(self.cluster, self.hooks, operations)
         refuse_scaled_losses(self.hooks, operations)
         if self.config.logical_replicas is not None:
             refuse_layers(self.hooks, recording.layers)
-        if self.config.accumulate_steps > 1:
-            refuse_exchanges(self.hooks, operations)
+        self._refuse_exchanges(operations, backward_ops)
         variables = self._collect_variables(objectives, weights)
         return TracedForward(
             variables=variables,
@@ -122,6 +127,42 @@ class ScratchTracer:
             ),
             logged=[name for _, objective in objectives for name in objective.logged],
         )
+
+    def _trace_backward(
+        self,
+        graph: tf.Graph,
+        operations: list[tf.Operation],
+        objectives: list[tuple[str, ReplicaObjective]],
+    ) -> list[BackwardOp]:
+        """Adds the backward pass to a forward pass with its own gradient functions.
+
+        Args:
+            graph: the graph of the forward pass, the default graph
+            operations: the ops of the forward pass, and of the functions that they call
+            objectives: the objectives of all turns
+
+        Returns:
+            The ops of the backward pass; an empty list if there are only built-in gradients.
+        """
+        if not needs_backward_pass(operations):
+            return []
+        # Variables that the backward pass creates are named like those that update_pre creates, as
+        # in the checkpoints of earlier versions, which first traced the backward pass with it.
+        with self.recording.record_as("update_pre"):
+            return add_backward_pass(
+                graph, [objective for _, objective in objectives], self.strategy
+            )
+
+    def _refuse_exchanges(
+        self, operations: list[tf.Operation], backward_ops: list[BackwardOp]
+    ) -> None:
+        """Rejects exchanges that cannot be combined with the settings."""
+        if self.config.logical_replicas is not None:
+            refuse_calls_of_collectives(self.hooks, backward_ops, NO_EXCHANGE)
+        if self.config.accumulate_steps > 1:
+            refuse_exchanges(self.hooks, operations)
+            of_losses = [op for op in backward_ops if not op.is_in_model]
+            refuse_exchanges(self.hooks, of_losses, "gradient")
 
     def trace_update(self, components: Components) -> None:
         """Runs ``update_pre`` on placeholders, so that it creates its variables."""
@@ -244,8 +285,8 @@ class ScratchTracer:
             is_shared = id(variable) not in max_stretch and not is_sum
             if is_shared and has_replicas and variable.dtype == tf.string:
                 raise self.hooks.create_model.reject(
-                    f"the forward pass assigns {name_variable(variable)}, a string variable, "
-                    "which replicas cannot exchange; use a number instead."
+                    f"a step assigns {name_variable(variable)}, a string variable, which "
+                    "replicas cannot exchange; use a number instead."
                 )
             written.append(WrittenVariable(variable, max_stretch.get(id(variable)), is_shared))
         return tuple(written)

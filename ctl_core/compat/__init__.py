@@ -16,6 +16,8 @@ function that uses the name must then be corrected.
     graphs.py        FuncGraph: _watched_variables, _get_function, _variable_creator_stack; the
                      resources that an op writes; the stack of AutoGraph; the registry of custom
                      gradients; the eager context: _config
+    gradients.py     the registry of gradients; the closures of tf.custom_gradient and
+                     tf.recompute_grad; Operation: _original_op
     distribution.py  which replica writes summaries; the context of an update; the resource of a
                      writer; float and int of a DistributedVariable; how a process joins a cluster
                      and creates its devices; the strings that processes publish; how the replicas
@@ -65,6 +67,7 @@ from ctl_core.compat.distribution import (
     publish,
     read_published,
 )
+from ctl_core.compat.gradients import find_forward_op, has_own_gradient, recomputes_forward_pass
 from ctl_core.compat.graphs import (
     add_called_ops,
     find_captured_variables,
@@ -115,6 +118,7 @@ __all__ = [
     "enter_replica_context",
     "enter_update",
     "find_captured_variables",
+    "find_forward_op",
     "find_graphs",
     "find_inputs",
     "find_written_resources",
@@ -122,6 +126,7 @@ __all__ = [
     "forget_custom_gradients",
     "gather_from_replicas",
     "get_seed_generator",
+    "has_own_gradient",
     "hide_new_layers",
     "hold_objects",
     "is_keras_generator",
@@ -152,6 +157,7 @@ __all__ = [
     "read_rate",
     "read_translated_stack",
     "read_variables",
+    "recomputes_forward_pass",
     "refuse_optimizers",
     "release_custom_gradients",
     "restore_position",

@@ -68,7 +68,7 @@ NOT_CHOSEN = CompilationChoice(Compilation.NOTHING, "no step was taken")
 
 @dataclasses.dataclass(frozen=True)
 class WrittenVariable:
-    """A variable that the forward pass writes.
+    """A variable that the forward pass or the backward pass writes.
 
     Attributes:
         variable: the variable
@@ -155,7 +155,7 @@ class Components(ForwardComponents):
         optimizer: the optimizer, or the dict of optimizers, that ``create_opt`` returned
         optimizers: the optimizers by objective; the key of a single optimizer is
             ``SINGLE_OBJECTIVE``
-        written: the variables that the forward pass writes
+        written: the variables that the forward pass or the backward pass writes
         drawing_layers: the class names of the layers that draw random numbers in training
         scalar_losses: the objectives whose loss is a single number for the whole batch
         unchanged_losses: the objectives whose loss ``grad_pre`` returned unchanged

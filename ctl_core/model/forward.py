@@ -294,7 +294,7 @@ def forward_backward(
     """Computes the objectives of one replica and their gradients.
 
     This function does not sum over replicas, and does not update variables other than those that
-    the forward pass writes.
+    the forward pass and the backward pass write.
 
     Args:
         context: the context of the step, or of a turn within it
@@ -390,7 +390,7 @@ def fix_sparse_shape(gradient: Gradient, variable: Variable) -> Gradient:
 
 
 def read_written(components: Components) -> list[tf.Tensor]:
-    """Returns the current values of the variables that the forward pass writes."""
+    """Returns the current values of the variables that ``forward_backward`` writes."""
     return [written.variable.read_value() for written in components.written]
 
 
@@ -440,7 +440,7 @@ def _scale_changes(
 
     Args:
         components: the components of the step
-        before: the values of the written variables before the forward pass
+        before: the values of the written variables before ``forward_backward``
         rows: the number of rows of this replica
         together: the number of rows of all replicas
     """

@@ -114,7 +114,7 @@ class ValuesBefore(NamedTuple):
     """The values of variables on a device before its logical replicas run.
 
     Attributes:
-        written: the values of the variables that the forward pass writes
+        written: the values of the variables that the forward or backward pass writes
         metrics: the values of the variables of the training metrics
     """
 

@@ -75,7 +75,7 @@ def refuse_scaled_losses(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
             )
 
 
-def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
+def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp], value: str = "loss") -> None:
     """Rejects collectives between replicas in a loss that is computed in micro-batches.
 
     Such a collective would combine only the rows of one micro-batch rather than those of the whole
@@ -85,6 +85,7 @@ def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
     Args:
         hooks: the hooks of the run, which uses ``accumulate_steps``
         operations: the ops of a graph in which the hooks were traced on a ``LoneReplica``
+        value: the value that would be wrong: the loss or its gradient
 
     Raises:
         SetupError: a hook, or the loss, calls a collective; the message has the line of the call.
@@ -92,12 +93,12 @@ def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
     identities = (op for op in operations if op.type == "Identity")
     for calls, index in _find_calls(hooks, identities, _EXCHANGES):
         file, _, name = calls[index]
-        is_sum_of_layer = name == "all_reduce" and _is_in_model(calls)
+        is_sum_of_layer = name == "all_reduce" and is_in_model(calls)
         is_of_hook = not is_sum_of_layer and not _is_in_keras(calls[:index])
         if file in _COLLECTIVES and is_of_hook:
             raise SetupError(
                 f"{_locate(hooks, calls[:index])}: {name} exchanges only the rows of one "
-                "micro-batch, so the loss would depend on accumulate_steps; leave that "
+                f"micro-batch, so the {value} would depend on accumulate_steps; leave that "
                 "setting out."
             )
 
@@ -151,7 +152,7 @@ def _is_for_metrics(hooks: Hooks, calls: list[Call]) -> bool:
     return hooks.metric_pre.has_frame(frames) or any(file == _METRICS for file, _ in frames)
 
 
-def _is_in_model(calls: list[Call]) -> bool:
+def is_in_model(calls: list[Call]) -> bool:
     """Returns whether the calls of a stack run the model."""
     return any((file, function) == _MODEL for file, _, function in calls)
 
@@ -170,7 +171,7 @@ def _is_in_keras(calls: list[Call]) -> bool:
 
 def _find_creator(hooks: Hooks, calls: list[Call]) -> Hook:
     """Returns the hook that created the model, metric, optimizer or loss that is called."""
-    if _is_in_model(calls):
+    if is_in_model(calls):
         return hooks.create_model
     if any(file == _METRICS for file, _, _ in calls):
         return hooks.create_metrics

@@ -383,6 +383,43 @@ def test_released_custom_gradients_live_as_long_as_the_graphs_that_use_them() ->
     assert kept() is not None
 
 
+def pass_on(gradient_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that returns its argument and has the given gradient function."""
+    return tf.custom_gradient(  # type: ignore[no-any-return]
+        lambda value: (tf.identity(value), gradient_function)
+    )
+
+
+GRADIENTS: dict[str, tuple[Callable[..., Any], bool, bool]] = {
+    "one of the user": (pass_on(lambda gradient: -gradient), True, False),
+    "a function of TensorFlow": (pass_on(tf.sign), True, False),
+    "inside a function": (tf.function(pass_on(tf.sign), autograph=False), True, False),
+    "Python code": (lambda value: tf.py_function(tf.sin, [value], tf.float32), True, False),
+    "a recomputed function": (tf.recompute_grad(tf.sin), False, True),
+    "one of TensorFlow": (tf.nn.silu, False, False),
+    "one of Keras": (
+        lambda value: keras.quantizers.fake_quant_with_min_max_vars(value, -1.0, 1.0), False, False,
+    ),
+    "none": (tf.sin, False, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_that_are_not_of_tensorflow_are_found(name: str) -> None:
+    """The ops of a symbolic gradient refer to the ops of the forward pass."""
+    function, is_own, recomputes = GRADIENTS[name]
+    with compat.make_scratch_graph("test").as_default() as graph:
+        value = tf.compat.v1.placeholder(tf.float32, [3])
+        result = function(value)
+        forward = graph.get_operations()
+        tf.gradients(result, value)
+    operations = list(compat.add_called_ops(forward))
+    assert any(map(compat.has_own_gradient, operations)) == is_own
+    assert any(map(compat.recomputes_forward_pass, operations)) == recomputes
+    backward = graph.get_operations()[len(forward) :]
+    assert result.op in [compat.find_forward_op(op) for op in backward] or name == "one of Keras"
+
+
 def test_the_seed_of_ops_is_put_back() -> None:
     tf.random.set_seed(3)
     first = tf.random.uniform([]).numpy()

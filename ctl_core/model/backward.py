@@ -1,0 +1,85 @@
+"""Adds the backward pass to the graph of a forward pass, to see what the backward pass does.
+
+Only code with its own gradient function, such as ``tf.custom_gradient``, can write variables or
+exchange values in the backward pass. The graphs of all other programs stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import tensorflow as tf
+
+from ctl_core import compat
+from ctl_core.model.forward import ReplicaObjective
+from ctl_core.model.loss_calls import is_in_model
+from ctl_core.numerics.variables import unwrap
+from ctl_core.run.errors import StackFrame, read_calls
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardOp:
+    """An op of a backward pass, in the form that the checks of a graph need.
+
+    Attributes:
+        type: the type of the op
+        traceback: the stack that created the op in the forward pass whose gradient this op belongs
+            to, followed by the stack that created this op. The first stack says which hook or layer
+            the op belongs to, and the second stack contains the line of the gradient function.
+    """
+
+    type: str
+    traceback: Sequence[StackFrame]
+
+    @property
+    def is_in_model(self) -> bool:
+        """True if the op belongs to the backward pass of the model."""
+        return is_in_model(read_calls(self))
+
+
+def needs_backward_pass(operations: Iterable[tf.Operation]) -> bool:
+    """Returns whether the gradient of any op may do more than compute the built-in gradients."""
+    return any(
+        compat.has_own_gradient(op) or compat.recomputes_forward_pass(op) for op in operations
+    )
+
+
+def add_backward_pass(
+    graph: tf.Graph, objectives: Iterable[ReplicaObjective], strategy: tf.distribute.Strategy
+) -> list[BackwardOp]:
+    """Computes the gradients of objectives in the graph of their forward pass, the default graph.
+
+    Args:
+        graph: the graph of the forward pass, which is never run
+        objectives: the objectives
+        strategy: the strategy whose replicas train
+
+    Returns:
+        The ops of the backward pass, including those in the functions that it calls.
+    """
+    first = len(graph.get_operations())
+    for objective in objectives:
+        handles = {
+            id(component.handle)
+            for variable in objective.variables
+            for component in strategy.experimental_local_results(unwrap(variable))
+        }
+        captured = [inner for outer, inner in graph.captures if id(outer) in handles]
+        try:
+            tf.gradients(objective.value, captured)
+        except Exception:  # the first step fails in the same way, and its message names the hook
+            return []
+    return [
+        BackwardOp(called_op.type, _join_tracebacks(compat.find_forward_op(op), called_op))
+        for op in graph.get_operations()[first:]
+        for called_op in compat.add_called_ops([op])
+    ]
+
+
+def _join_tracebacks(forward_op: tf.Operation | None, op: tf.Operation) -> list[StackFrame]:
+    """Returns the stack of an op of the forward pass, followed by that of its gradient."""
+    stack = list(op.traceback or ())
+    if forward_op is not None:
+        stack = [*(forward_op.traceback or ()), *stack]
+    return stack
