@@ -31,6 +31,7 @@ from ctl_core.model.failures import attribute_errors
 from ctl_core.model.logical_limits import refuse_ops
 from ctl_core.model.metrics import read_results
 from ctl_core.model.state import Clock, State, check_hook_state
+from ctl_core.model.summed_variables import refuse_uses_of_parts
 from ctl_core.numerics.not_finite import NEVER, NonFinite
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.run.console import Console
@@ -579,6 +580,8 @@ class Trainer:
             if state.evaluation is not None:
                 for evaluation_graph in state.evaluation.list_graphs():
                     refuse_ops(state.hooks, evaluation_graph)
+        else:
+            refuse_uses_of_parts(state, graph)
         random_ops = find_random_ops(graph)
         if random_ops:
             self._console.warn(

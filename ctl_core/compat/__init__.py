@@ -70,6 +70,7 @@ from ctl_core.compat.distribution import (
 from ctl_core.compat.gradients import find_forward_op, has_own_gradient, recomputes_forward_pass
 from ctl_core.compat.graphs import (
     add_called_ops,
+    find_called_graphs,
     find_captured_variables,
     find_written_resources,
     forget_custom_gradients,
@@ -117,6 +118,7 @@ __all__ = [
     "draws_random_numbers",
     "enter_replica_context",
     "enter_update",
+    "find_called_graphs",
     "find_captured_variables",
     "find_forward_op",
     "find_graphs",

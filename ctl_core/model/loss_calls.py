@@ -34,6 +34,7 @@ _EXCHANGES = ("all_reduce", "all_gather")
 _COLLECTIVES = [
     str(Path(ENGINE, "cluster", f"{name}.py")) for name in ("collectives", "replica_contexts")
 ]
+_REPLICA_CONTEXT = str(Path("tensorflow", "python", "distribute", "distribute_lib.py"))
 _METRICS = str(Path(ENGINE, "model", "metrics.py"))
 _MODEL = str(Path(ENGINE, "model", "forward.py")), "call_model"
 _OPTIMIZER = str(Path(ENGINE, "update.py")), "apply_on_devices"
@@ -70,8 +71,8 @@ def refuse_scaled_losses(hooks: Hooks, operations: Iterable[TypedOp]) -> None:
         file, _, name = calls[index]
         if "tensorflow" in file:
             raise SetupError(
-                f"{_locate(hooks, calls[:index])}: tf.nn.{name} scales the loss, which would then "
-                f"be scaled twice; return {_SCALED[name]}."
+                f"{locate_calls(hooks, calls[:index])}: tf.nn.{name} scales the loss, which would "
+                f"then be scaled twice; return {_SCALED[name]}."
             )
 
 
@@ -97,7 +98,7 @@ def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp], value: str = "
         is_of_hook = not is_sum_of_layer and not _is_in_keras(calls[:index])
         if file in _COLLECTIVES and is_of_hook:
             raise SetupError(
-                f"{_locate(hooks, calls[:index])}: {name} exchanges only the rows of one "
+                f"{locate_calls(hooks, calls[:index])}: {name} exchanges only the rows of one "
                 f"micro-batch, so the {value} would depend on accumulate_steps; leave that "
                 "setting out."
             )
@@ -119,9 +120,9 @@ def refuse_calls_of_collectives(hooks: Hooks, operations: Iterable[TypedOp], rea
             continue
         calls = read_calls(op)
         for index, (file, _, name) in enumerate(calls):
-            is_exchange = name in _EXCHANGES and file in _COLLECTIVES
-            if is_exchange and not _is_in_engine(calls[:index]):
-                raise SetupError(f"{_locate(hooks, calls[:index])}: {name} {reason}")
+            is_collective = name in _EXCHANGES and file in _COLLECTIVES
+            if is_collective and not _is_in_engine(calls[:index]):
+                raise SetupError(f"{locate_calls(hooks, calls[:index])}: {name} {reason}")
 
 
 def _find_calls(
@@ -157,6 +158,12 @@ def is_in_model(calls: list[Call]) -> bool:
     return any((file, function) == _MODEL for file, _, function in calls)
 
 
+def is_exchange(calls: list[Call]) -> bool:
+    """Returns whether the calls of a stack exchange values between replicas."""
+    places = (*_COLLECTIVES, _REPLICA_CONTEXT)
+    return any(name in _EXCHANGES and file.endswith(places) for file, _, name in calls)
+
+
 def _is_in_engine(calls: list[Call]) -> bool:
     """Returns whether the last call, ignoring calls of AutoGraph, is in the engine."""
     files = [file for file, _, _ in calls if "autograph" not in file]
@@ -180,7 +187,7 @@ def _find_creator(hooks: Hooks, calls: list[Call]) -> Hook:
     return hooks.create_loss
 
 
-def _locate(hooks: Hooks, calls: list[Call]) -> str:
+def locate_calls(hooks: Hooks, calls: list[Call]) -> str:
     """Returns the hook and the last line of user code: ``create_loss (callbacks.py:31)``."""
     frames = [(file, line) for file, line, _ in calls]
     owner = hooks.find_hook(frames)
