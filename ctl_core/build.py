@@ -268,6 +268,8 @@ class _Builder:
             loss_scale=loss_scale,
             assign_rate=assign_rate,
             update_average=update_average,
+            own_gradients=traced.own_gradients,
+            unjudged_gradients=traced.unjudged_gradients,
         )
         if self.config.logical_replicas is not None:
             refuse_states(self.hooks.create_train_metrics, components.list_logged_metrics())

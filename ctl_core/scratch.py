@@ -23,7 +23,13 @@ from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.recording import Recording, unfreeze
 from ctl_core.input.batches import Share, find_first_replica, make_placeholders
 from ctl_core.model.averages import find_moving_statistics
-from ctl_core.model.backward import BackwardOp, add_backward_pass, needs_backward_pass
+from ctl_core.model.backward import (
+    BackwardOp,
+    add_backward_pass,
+    list_own_gradients,
+    list_unjudged,
+    needs_backward_pass,
+)
 from ctl_core.model.components import (
     SINGLE_OBJECTIVE,
     Components,
@@ -61,6 +67,7 @@ class TracedForward(NamedTuple):
         scalar_losses: the objectives whose loss is a single number per batch
         unchanged_losses: the objectives whose loss ``grad_pre`` returned unchanged
         logged: the names of the logged parts of the loss
+        own_gradients, unjudged_gradients: see ``Components``
     """
 
     variables: VariablesByObjective
@@ -70,6 +77,8 @@ class TracedForward(NamedTuple):
     scalar_losses: frozenset[str]
     unchanged_losses: frozenset[str]
     logged: list[str]
+    own_gradients: tuple[str, ...]
+    unjudged_gradients: tuple[str, ...]
 
 
 @dataclasses.dataclass
@@ -126,6 +135,8 @@ class ScratchTracer:
                 name for name, objective in objectives if objective.has_unchanged_loss
             ),
             logged=[name for _, objective in objectives for name in objective.logged],
+            own_gradients=list_own_gradients(self.hooks, operations),
+            unjudged_gradients=list_unjudged(self.hooks, backward_ops),
         )
 
     def _trace_backward(

@@ -17,10 +17,17 @@ from ctl_core import compat
 from ctl_core.cluster.replica_contexts import enter_logical_replica
 from ctl_core.executable import find_obstacle_to_determinism, forbid_uncompilable
 from ctl_core.input.batches import Share
-from ctl_core.model.components import SINGLE_OBJECTIVE, Compilation, StepContext
+from ctl_core.model.components import (
+    SINGLE_OBJECTIVE,
+    Compilation,
+    Division,
+    StepContext,
+    choose_division,
+)
 from ctl_core.model.forward import ForwardBackward, forward_backward, read_written, settle_written
 from ctl_core.model.logical_replicas import BETWEEN_STEPS, UPDATE, LogicalReplicas
 from ctl_core.model.replicas import Replicas
+from ctl_core.model.weighed_shares import WeighedShares
 from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import FiniteFlags
 from ctl_core.numerics.reduction import PIECES, Contribution
@@ -266,8 +273,12 @@ def compute_contribution(
     if context.compilation is Compilation.REPLICA:
         function = partial(_run_compiled, function)
 
+    deal = global_batch.deal
+    if choose_division(context) is Division.BEFORE_FORWARD:
+        deal = WeighedShares(context, replicas, deal).deal
+
     def contribute(index: Count) -> tuple[Contribution, VariablesByObjective]:
-        share = global_batch.deal(index)
+        share = deal(index)
         if share.rows is None:
             contribution, variables = replicas.run(function, share)
         else:

@@ -28,6 +28,7 @@ from ctl_core.graph import begin_reading
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.components import TraceContext
 from ctl_core.model.failures import attribute_errors
+from ctl_core.model.linearity import check_division
 from ctl_core.model.logical_limits import refuse_ops
 from ctl_core.model.metrics import read_results
 from ctl_core.model.state import Clock, State, check_hook_state
@@ -582,6 +583,7 @@ class Trainer:
                     refuse_ops(state.hooks, evaluation_graph)
         else:
             refuse_uses_of_parts(state, graph)
+        check_division(state, self._console)
         random_ops = find_random_ops(graph)
         if random_ops:
             self._console.warn(

@@ -45,6 +45,7 @@ from ctl_core.hooks.load import load_hooks
 from ctl_core.input.batches import Share, make_placeholders
 from ctl_core.model.components import TraceContext
 from ctl_core.model.forward import forward_backward
+from ctl_core.model.linearity import explain_scaled_gradients
 from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State
 from ctl_core.run.console import format_values
@@ -149,6 +150,9 @@ class Rehearsal:
             self._state = state
             console.print(f"  {self._hooks.create_model}: {count_parameters(state)}")
             check_losses(state, console)
+            line = explain_scaled_gradients(state)
+            if line is not None:
+                console.print(f"  {line}")
             check_traces(state)
             with contextlib.closing(Trainer(state, run, console, Signals())) as trainer:
                 trainer.restore()

@@ -161,7 +161,7 @@ class EvaluationStep:
         strategy = self._components.strategy
         first = find_first_replica(strategy)
         shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
-        strategy.run(self._add_share, args=tuple(distribute_shares(strategy, shares)))
+        strategy.run(self._add_share, args=(distribute_shares(strategy, shares),))
 
     def _add_logical_replicas(self, batch: Batch) -> None:
         """Adds the results of all logical replicas.
@@ -218,7 +218,7 @@ class EvaluationStep:
                 for variable, value in zip(written, values_before, strict=True):
                     variable.assign(value)
                 share = self._take_share(batch, index)
-                self._add_share(*share)
+                self._add_share(share)
                 results = [variable.read_value() for variable in sums]
                 for variable, value in zip(written, values_before, strict=True):
                     variable.assign(value)
@@ -239,27 +239,23 @@ class EvaluationStep:
         is_first = tf.equal(replica, 0)
         return Share(batch, rows=tf.cast(is_first, tf.int32), present=is_first)
 
-    def _add_share(
-        self,
-        batch: Batch,
-        rows: tf.Tensor | None,
-        present: tf.Tensor | None,
-        together: tf.Tensor | None,
-    ) -> None:
-        """Adds the share of one replica, on that replica. For the arguments, see ``Share``."""
-        if present is not None:  # the result of a tf.cond has no device, but reductions need one
+    def _add_share(self, share: Share) -> None:
+        """Adds the share of one replica, on that replica."""
+        batch = share.batch
+        # The result of a tf.cond has no device, but reductions need one.
+        if share.present is not None:
             batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
         def find_offset() -> tf.Tensor:
-            return find_offset_in_share(self._components.count_examples(batch), together)
+            return find_offset_in_share(self._components.count_examples(batch), share.together)
 
         with (
             run_replica(self._seed_generator),
-            weigh_by_rows(rows, present, together),
+            weigh_by_rows(share.rows, share.present, share.together),
             place_rows(find_offset),
             run_layers(training=False),
         ):
-            add_batch(TraceContext(self._components), self._set, batch, present)
+            add_batch(TraceContext(self._components), self._set, batch, share.present)
 
 
 def count_replicas_with_batch(has_batch: tf.Tensor) -> tf.Tensor:

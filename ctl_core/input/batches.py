@@ -80,6 +80,18 @@ class BatchShape:
         return tf.reduce_sum(tf.where(replicas < replica, tf.cast(rows, tf.int32), 0))
 
 
+class ShareWeight(NamedTuple):
+    """The result of ``batch_weight`` for a share, if it is known before the backward pass.
+
+    Attributes:
+        own: the weight of the share, a scalar
+        total: the sum of the weights of all shares, a scalar
+    """
+
+    own: tf.Tensor
+    total: tf.Tensor
+
+
 class Share(NamedTuple):
     """The rows of one replica in a micro-batch.
 
@@ -90,12 +102,14 @@ class Share(NamedTuple):
         present: whether the share has any rows, a bool scalar; None if every share has rows
         together: the total number of rows of all replicas in the micro-batch, an int32 scalar; None
             if all replicas have the same number of rows, or if replica 0 has all rows
+        weight: the weight of the share; None if it is not computed before the forward pass
     """
 
     batch: Batch
     rows: tf.Tensor | None = None
     present: tf.Tensor | None = None
     together: tf.Tensor | None = None
+    weight: ShareWeight | None = None
 
 
 def find_start(share: Count, examples: Count, shares: int) -> tf.Tensor:

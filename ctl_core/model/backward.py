@@ -12,10 +12,15 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from ctl_core import compat
+from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.forward import ReplicaObjective
-from ctl_core.model.loss_calls import is_in_model
+from ctl_core.model.loss_calls import is_in_model, locate_calls
+from ctl_core.numerics.randomness import draws_random_numbers
 from ctl_core.numerics.variables import unwrap
 from ctl_core.run.errors import StackFrame, read_calls
+
+# The beginnings of the types of ops that write variables.
+_WRITING = ("Assign", "ResourceApply", "ResourceScatter")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +48,34 @@ def needs_backward_pass(operations: Iterable[tf.Operation]) -> bool:
     return any(
         compat.has_own_gradient(op) or compat.recomputes_forward_pass(op) for op in operations
     )
+
+
+def list_own_gradients(hooks: Hooks, operations: Iterable[tf.Operation]) -> tuple[str, ...]:
+    """Returns the lines that compute with gradient functions of the user, each with its hook.
+
+    Args:
+        hooks: the hooks of the run
+        operations: the ops of the forward pass, and of the functions that they call
+    """
+    lines = (
+        locate_calls(hooks, read_calls(op)) for op in operations if compat.has_own_gradient(op)
+    )
+    return tuple(dict.fromkeys(lines))
+
+
+def list_unjudged(hooks: Hooks, backward_ops: Iterable[BackwardOp]) -> tuple[str, ...]:
+    """Returns the lines of a backward pass that draw random numbers or write variables.
+
+    Args:
+        hooks: the hooks of the run
+        backward_ops: the result of ``add_backward_pass``
+    """
+    lines = (
+        locate_calls(hooks, read_calls(op))
+        for op in backward_ops
+        if op.type.startswith(_WRITING) or draws_random_numbers(op)
+    )
+    return tuple(dict.fromkeys(lines))
 
 
 def add_backward_pass(

@@ -34,6 +34,17 @@ class Compilation(enum.Enum):
     STEP = enum.auto()  # the whole step, in one executable whose tensors have fixed shapes
 
 
+class Division(enum.Enum):
+    """When the loss is divided by the weight of the batch, which ``batch_weight`` returns.
+
+    Only a backward pass that is not linear depends on this choice.
+    """
+
+    AFTER_BACKWARD = enum.auto()  # the sums of the gradients over the replicas are divided
+    BEFORE_FORWARD = enum.auto()  # the weights of all shares are added up before the forward pass
+    BEFORE_BACKWARD = enum.auto()  # the weights are added up after the forward pass of all replicas
+
+
 @dataclasses.dataclass(frozen=True)
 class CompilationChoice:
     """The decision whether XLA compiles the steps of a run.
@@ -165,6 +176,11 @@ class Components(ForwardComponents):
         update_average: a function that updates the moving average of the weights; None without
             ``ema``
         generators: the random generators, whose states are set for each logical replica
+        own_gradients: the lines that compute with gradient functions of the user, each with its
+            hook; empty if the backward pass consists of TensorFlow's own gradients, which are
+            linear
+        unjudged_gradients: the lines of gradient functions that draw random numbers or write
+            variables
     """
 
     optimizer: Optimizer | dict[str, Optimizer]
@@ -178,6 +194,8 @@ class Components(ForwardComponents):
     assign_rate: Callable[[tf.Tensor], None] | None
     update_average: Callable[[], None] | None
     generators: Generators = dataclasses.field(default_factory=Generators)
+    own_gradients: tuple[str, ...] = ()
+    unjudged_gradients: tuple[str, ...] = ()
 
     def list_logged_metrics(self) -> dict[str, keras.Metric]:
         """Returns the training metrics by name, including the means of the loss's logged parts."""
@@ -257,6 +275,27 @@ class TraceContext(Generic[ComponentsT]):
             "eval_model": components.choose_model(training=False)[1],
             "step": step,
         }
+
+
+def choose_division(context: TraceContext[Components]) -> Division:
+    """Returns when the loss is divided by the weight of the batch.
+
+    The division after the backward pass needs no additional exchange, and is right if the backward
+    pass is linear. If it may not be, the loss is divided first, unless the weight depends on the
+    output and the shares of a replica are computed one after another, or in an executable of the
+    replica, which cannot exchange values.
+    """
+    components = context.components
+    hook = context.hooks.batch_weight
+    if hook is None or not components.own_gradients:
+        return Division.AFTER_BACKWARD
+    if "output" not in hook.arguments:
+        return Division.BEFORE_FORWARD
+    shape = components.shape
+    has_one_share = shape.accumulate_steps == 1 and shape.logical_replicas is None
+    if has_one_share and context.compilation is not Compilation.REPLICA:
+        return Division.BEFORE_BACKWARD
+    return Division.AFTER_BACKWARD
 
 
 ForwardContext: TypeAlias = TraceContext[ForwardComponents]

@@ -7,10 +7,11 @@ hooks/load.py checks the type of every value that a hook returns.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -21,16 +22,24 @@ from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.compat import run_layers
 from ctl_core.hooks.hooks import Hook, describe
 from ctl_core.hooks.results import Objective
-from ctl_core.input.batches import Share, keep_rows_if
+from ctl_core.input.batches import Share, ShareWeight, keep_rows_if
 from ctl_core.model.components import (
     SINGLE_OBJECTIVE,
     Components,
+    Division,
     ForwardComponents,
     ForwardContext,
     StepContext,
+    choose_division,
 )
 from ctl_core.model.metrics import update_train_metrics
-from ctl_core.numerics.reduction import Contribution, decode_sum, encode_for_sum
+from ctl_core.numerics.reduction import (
+    Contribution,
+    decode_sum,
+    encode_for_sum,
+    multiply,
+    sum_over_replicas,
+)
 from ctl_core.numerics.variables import cast_to_float32, name_variable
 from ctl_core.run.console import warn
 from ctl_core.run.errors import CtlError, HookFailed, SetupError, read_frames
@@ -57,7 +66,8 @@ class ReplicaObjective:
     Attributes:
         value: a scalar, (sum(loss_per_batch) + rows * extra_loss) / examples. If the batch has a
             weight w, the value is (sum(loss_per_batch) + w * extra_loss) / B, where B is the global
-            batch size; this value still has to be divided by sum(w) / B.
+            batch size; this value still has to be divided by sum(w) / B. If the weights of all
+            shares are known before the backward pass, B is sum(w).
         variables: the variables to train, without those of frozen layers
         logged: the parts of the loss that ``grad_pre`` returned for logging, by name
         is_scalar: whether loss_per_batch is a single number
@@ -209,6 +219,8 @@ class ForwardPass(NamedTuple):
         batch: the batch itself
         loss: the value that ``train_loss`` returned
         weight: the value that ``batch_weight`` returned, a scalar; None without that hook
+        total_weight: the sum of the weights of all shares, by which the objectives were divided;
+            None if they still have to be divided
     """
 
     objectives: dict[str, ReplicaObjective]
@@ -216,6 +228,11 @@ class ForwardPass(NamedTuple):
     batch: Batch
     loss: Structure
     weight: tf.Tensor | None
+    total_weight: tf.Tensor | None = None
+
+
+# A function that computes the weight of a share from the output of the model.
+WeighOutput: TypeAlias = Callable[[ModelOutput], ShareWeight]
 
 
 def compute_objectives(
@@ -224,6 +241,7 @@ def compute_objectives(
     examples: Count,
     rows: tf.Tensor | None = None,
     present: tf.Tensor | None = None,
+    weigh: WeighOutput | None = None,
 ) -> ForwardPass:
     """Runs the model and the loss on a replica's batch, then ``grad_pre`` on their results.
 
@@ -233,13 +251,22 @@ def compute_objectives(
         examples: the number of examples in the global batch
         rows: the number of rows of the replica, see ``batches.Share``
         present: whether the replica has rows, see ``batches.Share``
+        weigh: returns the weight of the share if the objectives are divided by the weights of all
+            shares; otherwise None
     """
     shape = context.components.shape
     output = run_model(context, batch, training=True)
     loss = compute_loss(context, batch, output, training=True)
-    weight = weigh_batch(context, batch, output, present)
+    total_weight = None
+    if weigh is None:
+        weight = weigh_batch(context, batch, output, present)
+    else:
+        weight, total_weight = weigh(output)
     total_size = examples
-    if weight is not None:
+    if total_weight is not None:
+        share_size = weight
+        total_size = total_weight
+    elif weight is not None:
         share_size = weight
         total_size = shape.batch
     elif rows is not None:
@@ -250,7 +277,7 @@ def compute_objectives(
     for name, objective in call_grad_pre(context, batch, output, loss).items():
         total = sum_loss(context.components, objective.loss_per_batch, batch)
         extra = tf.cast(share_size, total.dtype) * tf.cast(objective.extra_loss, total.dtype)
-        value = (total + extra) / tf.cast(total_size, total.dtype)
+        value = _divide(total + extra, tf.cast(total_size, total.dtype), total_weight)
         loss_shape = getattr(objective.loss_per_batch, "shape", tf.TensorShape([]))
         objectives[name] = ReplicaObjective(
             keep_if(present, value),
@@ -259,7 +286,14 @@ def compute_objectives(
             is_scalar=loss_shape.rank == 0,
             has_unchanged_loss=objective.loss_per_batch is loss,
         )
-    return ForwardPass(objectives, output, batch, loss, weight)
+    return ForwardPass(objectives, output, batch, loss, weight, total_weight)
+
+
+def _divide(value: tf.Tensor, total_size: tf.Tensor, total_weight: tf.Tensor | None) -> tf.Tensor:
+    """Divides an objective; returns 0 if it is divided by weights that are all 0."""
+    if total_weight is None:
+        return value / total_size
+    return tf.math.divide_no_nan(value, total_size)
 
 
 def call_grad_pre(
@@ -306,17 +340,13 @@ def forward_backward(
         The contribution of the share, and the variables of the gradients by objective.
     """
     components = context.components
-
-    def find_offset() -> tf.Tensor:
-        rows = share.rows
-        if rows is None:
-            rows = components.count_examples(share.batch)
-        return find_offset_in_share(rows, share.together)
-
-    with weigh_by_rows(share.rows, share.present, share.together), place_rows(find_offset):
+    weigh = _choose_weigh(context, share)
+    with enter_share(context, share):
         is_persistent = len(components.optimizers) > 1
         with tf.GradientTape(persistent=is_persistent) as tape:
-            forward = compute_objectives(context, share.batch, examples, share.rows, share.present)
+            forward = compute_objectives(
+                context, share.batch, examples, share.rows, share.present, weigh
+            )
             scaled = {
                 name: _scale_loss(components, objective.value)
                 for name, objective in forward.objectives.items()
@@ -330,7 +360,9 @@ def forward_backward(
             )
         update_train_metrics(context, forward, share.present)
     weight = []
-    if forward.weight is not None:
+    if forward.total_weight is not None:
+        gradients = _check_total_weight(gradients, forward.total_weight)
+    elif forward.weight is not None:
         weight.append(forward.weight / components.shape.batch)
     contribution = Contribution(
         loss={name: objective.value for name, objective in forward.objectives.items()},
@@ -340,6 +372,60 @@ def forward_backward(
         batch=[forward.batch] if "batch" in kept else [],
     )
     return contribution, variables
+
+
+@contextlib.contextmanager
+def enter_share(context: ForwardContext, share: Share) -> Iterator[None]:
+    """Enters the contexts in which hooks compute a share.
+
+    In them, means over the replicas are weighted by rows, and ``row_offset`` is the position of the
+    share.
+    """
+
+    def find_offset() -> tf.Tensor:
+        rows = share.rows
+        if rows is None:
+            rows = context.components.count_examples(share.batch)
+        return find_offset_in_share(rows, share.together)
+
+    with weigh_by_rows(share.rows, share.present, share.together), place_rows(find_offset):
+        yield
+
+
+def weigh_share(context: ForwardContext, share: Share) -> tf.Tensor:
+    """Returns the weight of a share before the forward pass; the hook takes no ``output``."""
+    with enter_share(context, share):
+        weight = weigh_batch(context, share.batch, None, share.present)
+    assert weight is not None
+    return weight
+
+
+def _choose_weigh(context: StepContext, share: Share) -> WeighOutput | None:
+    """Returns the function that weighs a share; None if the division follows the backward pass."""
+    if share.weight is not None:
+        known_weight = share.weight
+        return lambda output: known_weight
+    if choose_division(context) is not Division.BEFORE_BACKWARD:
+        return None
+
+    def weigh(output: ModelOutput) -> ShareWeight:
+        weight = weigh_batch(context, share.batch, output, share.present)
+        return ShareWeight(weight, sum_over_replicas(weight, context.components.shape.replicas))
+
+    return weigh
+
+
+def _check_total_weight(
+    gradients: GradientsByObjective, total_weight: tf.Tensor
+) -> GradientsByObjective:
+    """Returns zeros if the weights of all shares are 0, and NaN if one of them is negative.
+
+    A gradient function need not return this for gradients that are 0 or NaN.
+    """
+    nothing = tf.zeros_like(total_weight)
+    no_change = tf.ones_like(total_weight)
+    factor = tf.where(total_weight == 0, nothing, tf.where(total_weight > 0, no_change, math.nan))
+    return multiply(gradients, factor)  # type: ignore[no-any-return]
 
 
 def _scale_loss(components: Components, loss: tf.Tensor) -> tf.Tensor:

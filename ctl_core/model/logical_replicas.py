@@ -7,6 +7,8 @@ applies the sums to the variables on each device.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -17,14 +19,15 @@ from ctl_core.cluster.collectives import has_peers
 from ctl_core.cluster.replica_contexts import enter_logical_replica
 from ctl_core.input.batches import (
     Share,
+    ShareWeight,
     find_rows,
     find_start,
     keep_rows_if,
     take_batch_rows,
     unpack_element,
 )
-from ctl_core.model.components import Components, StepContext
-from ctl_core.model.forward import ForwardBackward, fix_sparse_shape, keep_if
+from ctl_core.model.components import Components, Division, StepContext, choose_division
+from ctl_core.model.forward import ForwardBackward, fix_sparse_shape, keep_if, weigh_share
 from ctl_core.model.leaf_sum import DeviceResult, LeafResult, LeafSum, Run, are_all_equal, read_bits
 from ctl_core.model.logical_exchange import gather, gather_pieces, get_device_number
 from ctl_core.numerics.randomness import derive_generator_states
@@ -94,6 +97,18 @@ class TracedLeaf(NamedTuple):
     pieces: Structure
 
 
+class DeviceWeights(NamedTuple):
+    """The results of ``batch_weight``, if they are computed before the forward pass.
+
+    Attributes:
+        own: the weights of the logical replicas of the device, a vector
+        total: the sum of the weights of all logical replicas
+    """
+
+    own: tf.Tensor
+    total: tf.Tensor
+
+
 class DeviceShare(NamedTuple):
     """The share of a device, from which its logical replicas take their shares.
 
@@ -102,12 +117,14 @@ class DeviceShare(NamedTuple):
         first_leaf: the index of the first logical replica of the device
         first_row: the index of the first row of the device in the global batch
         examples: the number of examples in the global batch
+        weights: the weights of the logical replicas; None if they are not computed first
     """
 
     batch: Batch
     first_leaf: int
     first_row: Count
     examples: Count
+    weights: DeviceWeights | None = None
 
 
 class ValuesBefore(NamedTuple):
@@ -170,7 +187,10 @@ class LogicalReplicas:
         """
         strategy = self._components.strategy
         run_device = partial(self._run_device, examples, forward_backward)
-        result, values_before = self._run(run_device, share)
+        weights = None
+        if choose_division(self._context) is Division.BEFORE_FORWARD:
+            weights = self._weigh_leaves(share, examples)
+        result, values_before = self._run(run_device, share, weights)
         totals = self._sum.finish(strategy, self._run, result.roots)
         traced = self._traced
         assert traced is not None
@@ -193,8 +213,53 @@ class LogicalReplicas:
             batch += leaf_batch
         return Contribution(loss, gradients, weight, output, batch), traced.variables
 
+    def _weigh_leaves(self, share: Share, examples: Count) -> DeviceWeights:
+        """Computes the weights of all logical replicas, and their sum along the tree.
+
+        Args:
+            share: for each device, the rows of its logical replicas
+            examples: the number of examples in the global batch
+        """
+        leaf_sum = LeafSum(self._components.shape.shares, self._components.shape.replicas)
+        result = self._run(partial(self._weigh_on_device, leaf_sum, examples), share)
+        (total,) = leaf_sum.finish(self._components.strategy, self._run, result.roots)
+        return DeviceWeights(self._run(_join_weights, result.pieces), total)
+
+    def _weigh_on_device(self, leaf_sum: LeafSum, examples: Count, share: Share) -> DeviceResult:
+        """Computes the weights of the logical replicas of one device."""
+        device = get_device_number()
+        device_share = self._describe_share(device, examples, share)
+
+        def weigh_leaf(index: tf.Tensor) -> LeafResult:
+            with self._enter_leaf(index):
+                self.states.assign(index)
+                weight = weigh_share(self._context, self._take_share(device_share, index))
+                return LeafResult(summed=[weight], compared=[], pieces=[weight])
+
+        return leaf_sum.add_up_device(device, weigh_leaf)
+
+    def _describe_share(self, device: int, examples: Count, share: Share) -> DeviceShare:
+        """Returns the share of a device, from which its logical replicas take their shares."""
+        device_leaves = self._sum.ranges[device]
+        first_row, _ = find_rows(device_leaves, examples, self._components.shape.shares)
+        return DeviceShare(share.batch, device_leaves.start, first_row, examples)
+
+    @contextlib.contextmanager
+    def _enter_leaf(self, index: tf.Tensor) -> Iterator[None]:
+        """Enters the contexts in which the hooks of a logical replica are traced."""
+        with (
+            enter_logical_replica(index, self._components.shape.shares),
+            compat.mute_other_summaries(self._context.step, index),
+            tf.name_scope(""),  # otherwise names of summaries would begin with it
+        ):
+            yield
+
     def _run_device(
-        self, examples: Count, forward_backward: ForwardBackward, share: Share
+        self,
+        examples: Count,
+        forward_backward: ForwardBackward,
+        share: Share,
+        weights: DeviceWeights | None,
     ) -> tuple[DeviceResult, list[tf.Tensor]]:
         """Computes the logical replicas of one device.
 
@@ -206,9 +271,7 @@ class LogicalReplicas:
             written=[entry.variable.read_value() for entry in self._components.written],
             metrics=[variable.read_value() for variable in self._metric_variables],
         )
-        device_leaves = self._sum.ranges[device]
-        first_row, _ = find_rows(device_leaves, examples, self._components.shape.shares)
-        device_share = DeviceShare(share.batch, device_leaves.start, first_row, examples)
+        device_share = self._describe_share(device, examples, share)._replace(weights=weights)
         leaf = partial(self._compute_leaf, device_share, before, forward_backward)
         result = self._sum.add_up_device(device, leaf)
         return result, self._select_added(before)
@@ -221,13 +284,13 @@ class LogicalReplicas:
         index: tf.Tensor,
     ) -> LeafResult:
         """Computes the logical replica with a given index on one device."""
-        with (
-            enter_logical_replica(index, self._components.shape.shares),
-            compat.mute_other_summaries(self._context.step, index),
-            tf.name_scope(""),  # otherwise names of summaries would begin with it
-        ):
+        with self._enter_leaf(index):
             self._reset_variables(before, index)
             share = self._take_share(device_share, index)
+            weights = device_share.weights
+            if weights is not None:
+                own_weight = weights.own[index - device_share.first_leaf]
+                share = share._replace(weight=ShareWeight(own_weight, weights.total))
             contribution, variables = forward_backward(share)
             sparse_rows = list_sparse_rows(contribution.gradients, variables)
             gradients = merge_rows(contribution.gradients, compiled=False)
@@ -336,6 +399,11 @@ class LogicalReplicas:
                 tf.reduce_all([are_all_equal(local_results(values)), *local_results(are_equal)])
                 for values, are_equal in zip(result.compared, result.are_equal, strict=True)
             ]
+
+
+def _join_weights(pieces: list[list[tf.Tensor]]) -> tf.Tensor:
+    """Returns the weights of the logical replicas of a device as a vector."""
+    return tf.concat([piece for pieces_of_leaf in pieces for piece in pieces_of_leaf], 0)
 
 
 def compare_between_processes(
