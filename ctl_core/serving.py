@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.checkpoint.source import CheckpointName
-from ctl_core.compat import make_scratch_graph, run_layers
+from ctl_core.compat import allow_autograph, make_scratch_graph, run_layers
 from ctl_core.hooks.callbacks_file import find_callbacks, find_modules, load_callbacks
 from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import find_tables
@@ -420,8 +420,9 @@ def load(
     folder = Path(os.path.abspath(run))
     refuse_here(folder)
     config = resolve([read_run_settings(folder)])
+    contexts = (TURNS.load(), leave_run(), _keep_custom_objects(), _note_loading(folder))
     with contextlib.ExitStack() as stack:
-        for context in (TURNS.load(), leave_run(), _keep_custom_objects(), _note_loading(folder)):
+        for context in (*contexts, allow_autograph()):
             stack.enter_context(context)
         if callbacks is None:
             name = config.callbacks

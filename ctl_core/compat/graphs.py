@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import context
 from tensorflow.python.framework import auto_control_deps_utils, ops
@@ -162,6 +163,15 @@ def read_translated_stack(error: BaseException) -> list[tuple[str, int]]:
     metadata = getattr(error, "ag_error_metadata", None)
     stack = getattr(metadata, "translated_stack", ())
     return [(frame.filename, frame.lineno) for frame in reversed(stack)]
+
+
+def allow_autograph() -> contextlib.AbstractContextManager[Any]:
+    """Lets AutoGraph convert functions again within a function that it must not convert.
+
+    ``do_not_convert`` also applies to everything that the marked function calls, such as the
+    functions that hooks pass to ``Dataset.map``.
+    """
+    return ag_ctx.ControlStatusCtx(status=ag_ctx.Status.UNSPECIFIED)
 
 
 def leave_constants_unchecked() -> Scope:

@@ -20,7 +20,7 @@ import tensorflow as tf
 from ctl_core.cluster.collectives import find_offset_in_share, place_rows
 from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.compat import run_layers
-from ctl_core.hooks.hooks import Hook, describe
+from ctl_core.hooks.hooks import Hook, convert, describe
 from ctl_core.hooks.results import Objective
 from ctl_core.input.batches import Share, ShareWeight, keep_rows_if
 from ctl_core.model.components import (
@@ -128,10 +128,23 @@ def call_model(model: Model, inputs: ModelInput, training: bool) -> ModelOutput:
 
 
 def call_trained(function: Model | Loss, inputs: Structure, training: bool) -> Structure:
-    """Calls a model or a loss, and passes ``training`` only if it accepts that argument."""
-    if isinstance(function, keras.Layer) or "training" in inspect.signature(function).parameters:
+    """Calls a model or a loss, and passes ``training`` only if it accepts that argument.
+
+    As in a tf.function, AutoGraph converts functions and other callable objects, but no layers.
+    """
+    if isinstance(function, keras.Layer):
         return function(inputs, training=training)
-    return function(inputs)
+    options = {}
+    if "training" in inspect.signature(function).parameters:
+        options["training"] = training
+    return convert(_call_function)(function, inputs, options)
+
+
+def _call_function(
+    function: Callable[..., Structure], inputs: Structure, options: dict[str, bool]
+) -> Structure:
+    """Calls a function. Converting this function also converts the function that it calls."""
+    return function(inputs, **options)
 
 
 def sum_loss(components: ForwardComponents, loss: Structure, batch: Batch) -> tf.Tensor:

@@ -624,3 +624,20 @@ def test_lowering_runs_nothing() -> None:
     assert variable.numpy() == 1.0 and tf.random.uniform([]).numpy() == expected
     with pytest.raises(ValueError, match=r"(?s)AsString.*test_compat.py"):
         compat.lower(double, [tf.TensorSpec([3])], device)
+
+
+def test_autograph_is_allowed_within_a_function_that_it_does_not_convert() -> None:
+    def halve_even(number: tf.Tensor) -> tf.Tensor:
+        if number % 2 == 0:
+            number = number // 2
+        return number
+
+    @tf.autograph.experimental.do_not_convert
+    def read() -> list[int]:
+        numbers = tf.data.Dataset.range(4)
+        with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+            numbers.map(halve_even)
+        with compat.allow_autograph():
+            return list(map(int, numbers.map(halve_even)))
+
+    assert read() == [0, 1, 1, 3]
