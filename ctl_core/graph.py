@@ -32,7 +32,7 @@ from ctl_core.model.failures import check_numerics
 from ctl_core.model.logical_replicas import list_compared
 from ctl_core.model.state import State
 from ctl_core.numerics.not_finite import FiniteFlags, combine_flags
-from ctl_core.numerics.reduction import PIECES, join_for_host
+from ctl_core.numerics.reduction import PIECES, join_pieces_for_host
 from ctl_core.run.errors import CompilationFailed, RunError
 from ctl_core.run.files import relative_path
 from ctl_core.step import GlobalBatch, StepResult, strip_objective, train_step
@@ -229,7 +229,7 @@ class StepFunctions:
         self.flags.append(flags)
         values: StepValues = dict(result.values)
         for name, pieces in result.pieces.items():
-            values[name] = tf.nest.map_structure(join_for_host, *pieces)
+            values[name] = join_pieces_for_host(pieces)
         if "variables" in fetches:
             values["variables"] = self._variables[self._make_key(fetches)]
         return values
@@ -574,15 +574,15 @@ def define_single_step(
     def run_step() -> CallResult:
         step = components.step_variable.read_value() + 1
         flags, values = tracer.step_on_next_batch(fetches, executable, step)
-        computed = [flags]
-        for value in tf.nest.flatten(values, expand_composites=True):
-            computed += local_results(value)
-        with tf.control_dependencies(computed):
-            components.step_variable.assign_add(1)
         pieces = {
             name: list(_list_pieces(values.pop(name), replicas, local_results))
             for name in fetches & {*PIECES}
         }
+        computed = [flags, *tf.nest.flatten(pieces, expand_composites=True)]
+        for value in tf.nest.flatten(values, expand_composites=True):
+            computed += local_results(value)
+        with tf.control_dependencies(computed):
+            components.step_variable.assign_add(1)
         first_values = tf.nest.map_structure(lambda value: local_results(value)[0], values)
         unused = [local_results(value)[1:] for value in tf.nest.flatten(values)]
         return CallResult(pieces, first_values, unused, flags[None])

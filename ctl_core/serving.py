@@ -30,6 +30,7 @@ from ctl_core.input.batches import count_rows, make_placeholders, set_rows
 from ctl_core.model.components import TraceContext
 from ctl_core.model.forward import call_made, call_model
 from ctl_core.model.state import State
+from ctl_core.numerics.constants import SplitOutput, is_constant, restore_constants, split_constants
 from ctl_core.numerics.variables import cast_to_float32
 from ctl_core.read_only import restore_run
 from ctl_core.run.console import create_console
@@ -73,8 +74,9 @@ class LoadedModel:
         step: the step of the checkpoint
         metrics: the values of the last evaluation before the checkpoint by name, or {}
         settings: the settings of the run
-        function: the graph function from a request to the output
-        run_batch: computes the output for a batch of ``create_eval_dataset``; a graph function
+        function: the graph function from a request to the output, see ``split_constants``
+        run_batch: computes the output for a batch of ``create_eval_dataset``, see
+            ``split_constants``; a graph function
         state: the state of the run, with the variables that the functions use
     """
 
@@ -100,9 +102,8 @@ class LoadedModel:
         """
         spec = self.input_spec
         try:
-            return self.function(
-                keras.tree.map_structure_up_to(spec, _convert_to_tensor, spec, inputs)
-            )
+            request = keras.tree.map_structure_up_to(spec, _convert_to_tensor, spec, inputs)
+            return restore_constants(self.function(request))
         except (TypeError, ValueError) as error:
             expected = ", ".join(
                 f"{name} {entry.dtype.name} {entry.shape}"
@@ -171,14 +172,17 @@ def name_outputs(
 
     A single tensor is called ``output``, and the first entry of a tuple ``output_0``. Ragged
     tensors are padded, and ``NAME.lengths`` contains the length of each example along axis 1.
+    Constants of a model's output, such as None, are left out.
 
     Args:
-        output: the output of a model, or another structure of tensors
+        output: the output of a model after ``split_constants``, or another structure of tensors
         alone: the name of a single tensor
         numbered: the prefix of the index of an entry of a tuple
     """
     tensors = {}
-    for name, entry in _name_entries(output, alone, numbered).items():
+    for name, entry in _name_entries(restore_constants(output), alone, numbered).items():
+        if isinstance(output, SplitOutput) and is_constant(entry):
+            continue
         if isinstance(entry, tf.RaggedTensor):
             tensors[f"{name}.lengths"] = entry.row_lengths()
             tensors[name] = entry.to_tensor()
@@ -217,10 +221,11 @@ def create_inference(state: State) -> LoadedModel:
                 f"{name} is created when the model is first called, so no checkpoint contains "
                 "it; build it in the hook."
             )
+    output_spec = tf.nest.map_structure(tf.type_spec_from_value, traced.structured_outputs)
     return LoadedModel(
         model=model,
         input_spec=request_spec,
-        output_spec=tf.nest.map_structure(tf.type_spec_from_value, traced.structured_outputs),
+        output_spec=restore_constants(output_spec),
         step=state.step,
         metrics=dict(state.metrics),
         settings=state.config,
@@ -285,7 +290,7 @@ class Inference:
 
     def _run_model(self, model_input: ModelInput) -> ModelOutput:
         output = call_made(self._hook, call_model, self._model, model_input, False)
-        return cast_to_float32(output)
+        return split_constants(cast_to_float32(output))
 
 
 def cut_to_used_entries(
@@ -533,7 +538,7 @@ def save_model(model: LoadedModel, folder: Path) -> None:
 
     @tf.function(autograph=False, input_signature=[model.input_spec])
     def serve(inputs: Structure) -> ModelOutput:
-        return model.function(inputs)
+        return restore_constants(model.function(inputs))
 
     module = tf.Module()
     module.variables_of_run = list(model.function.graph.variables)

@@ -33,6 +33,7 @@ from ctl_core.model.components import (
     choose_division,
 )
 from ctl_core.model.metrics import update_train_metrics
+from ctl_core.numerics.constants import split_constants
 from ctl_core.numerics.reduction import (
     Contribution,
     decode_sum,
@@ -381,7 +382,7 @@ def forward_backward(
         loss={name: objective.value for name, objective in forward.objectives.items()},
         gradients=gradients,
         weight=weight,
-        output=[forward.output] if "output" in kept else [],
+        output=[split_constants(forward.output)] if "output" in kept else [],
         batch=[forward.batch] if "batch" in kept else [],
     )
     return contribution, variables

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ctl_core.numerics.constants import restore_constants
 from ctl_core.types import (
     AnyTensor,
     Batch,
@@ -35,7 +36,8 @@ class Contribution(NamedTuple):
             objectives
         weight: a list with one scalar, the weight of the batch divided by the global batch size;
             empty without ``batch_weight``
-        output: a list with one entry, the model's output; empty if the output is not needed
+        output: a list with one entry, the model's output after ``split_constants``; empty if the
+            output is not needed
         batch: a list with one entry, the batch; empty if the batch is not needed
     """
 
@@ -307,8 +309,23 @@ def _join_sparse(*values: Gradient) -> Gradient:
 def join_pieces(pieces: list[Structure]) -> Structure:
     """Joins the outputs, or the batches, of a replica's micro-batches."""
     if len(pieces) == 1:
-        return pieces[0]
-    return tf.nest.map_structure(join, *pieces)
+        return restore_constants(pieces[0])
+    return _join_tensors(join, pieces)
+
+
+def join_pieces_for_host(pieces: list[Structure]) -> Structure:
+    """Joins the outputs, or the batches, of all micro-batches of all replicas; for eager tensors.
+
+    Scalars become a vector even if there is only one piece.
+    """
+    return _join_tensors(join_for_host, pieces)
+
+
+def _join_tensors(join_values: Callable[..., AnyTensor], pieces: list[Structure]) -> Structure:
+    """Joins the tensors of pieces; constants are those of the first piece."""
+    by_tensor = zip(*map(tf.nest.flatten, pieces), strict=True)
+    joined = [join_values(*tensors) for tensors in by_tensor]
+    return restore_constants(tf.nest.pack_sequence_as(pieces[0], joined))
 
 
 def join(*values: AnyTensor | Gradient) -> AnyTensor | Gradient:

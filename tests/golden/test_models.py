@@ -1,5 +1,7 @@
 """Models of all kinds have a training mode, late variables, frozen layers and averaged weights."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -163,3 +165,62 @@ def test_the_average_is_evaluated_and_loaded_and_the_weights_are_trained(
     inputs, _ = small.data()
     outputs = ctl_core.load(state.run_dir, callbacks=hooks)(inputs)
     np.testing.assert_allclose(outputs, average(inputs), rtol=1e-5, atol=1e-6)
+
+
+CONSTANTS = {"hidden": None, "heads": 2, "scales": (0.5, None), "name": "small"}
+
+
+class Annotated(Wrapped):
+    """A model whose output contains values that are not tensors."""
+
+    def __call__(self, inputs: Any) -> Any:
+        return {"y": self.net(inputs), **CONSTANTS}
+
+
+ANNOTATED_HOOKS = small.hooks(
+    create_model=lambda: Annotated(small.create_model()),
+    loss_pre=lambda output, batch: (output["y"], batch[1]),
+    metric_pre=lambda output, batch: (batch[1], output["y"]),
+    create_eval_dataset=small.create_eval_dataset,
+)
+HOW_ANNOTATED = [
+    {"virtual_devices": 3, "accumulate_steps": 2},
+    {"virtual_devices": 2, "logical_replicas": 3},
+    {"jit_compile": True},
+    {"jit_compile": True, "virtual_devices": 2},
+]
+
+
+@pytest.mark.parametrize("how", small.slow_but(HOW_ANNOTATED[0], of=HOW_ANNOTATED), ids=str)
+def test_an_output_contains_constants(train_small: engine.Train, how: Any) -> None:
+    seen: list[Any] = []
+
+    def update_pre(gradients: Any, output: Any) -> Any:
+        scale = output["heads"] * output["scales"][0]
+        return [scale * tf.convert_to_tensor(gradient) for gradient in gradients], gradients
+
+    hooks = SimpleNamespace(**vars(ANNOTATED_HOOKS))
+    hooks.every_steps = {3: lambda output: seen.append(output)}
+    if "logical_replicas" not in how:  # update_pre cannot take the output of logical replicas
+        hooks.update_pre = update_pre
+    state = train_small(hooks, **how)
+    plain = small.plain(6)
+    compare.assert_close(state.train_model.net.weights, plain.weights)
+    assert [{**output, "y": None} for output in seen] == [{"y": None, **CONSTANTS}] * 2
+    assert all(output["y"].shape == (small.BATCH, 1) for output in seen)
+    loaded = ctl_core.load(state.run_dir, callbacks=hooks)
+    inputs, _ = small.data()
+    output = loaded(inputs)
+    np.testing.assert_allclose(output.pop("y"), plain(inputs), 1e-5, 1e-6)
+    assert output == CONSTANTS
+
+
+@pytest.mark.slow
+def test_the_check_tries_everything_with_an_output_that_contains_constants(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ctl_core.Config(**small.settings(6), run_name="run", runs_dir=str(runs))
+    hooks = SimpleNamespace(**vars(ANNOTATED_HOOKS))
+    hooks.every_steps = {3: lambda output: None}
+    ctl_core.check(hooks, config)
+    assert "evaluate, predict, export, load: " in capsys.readouterr().out
