@@ -132,7 +132,7 @@ class _Builder:
         loaded = self._load_initial_weights(forward.train_model)
         with self.strategy.scope():
             components, average, precisions = self._create_components(forward, traced, rate)
-            tracer.trace_update(components)
+            trained = tracer.trace_update(components)
             with self.recording.record_as("create_metrics"):
                 evaluation = create_evaluation(components, self.config, self.recording)
             tracer.trace_evaluation(components, evaluation)
@@ -157,6 +157,8 @@ class _Builder:
             ckpt=ckpt,
             manager=manager,
             computed_in=precisions,
+            trained=trained,
+            left_out=traced.left_out,
         )
 
     def _create_input(self) -> Input:
@@ -415,7 +417,9 @@ class _Builder:
                 "of the two."
             )
         with self.recording.record_as("create_opt"):
-            optimizer = hook(lr=rate, train_model=forward.train_model)
+            optimizer = hook(
+                lr=rate, train_model=forward.train_model, train_loss=forward.train_loss
+            )
             refuse_loss_scales(hook, optimizer)
             if is_pairs(optimizer):
                 optimizer = OptimizerGroups(optimizer)

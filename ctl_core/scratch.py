@@ -62,6 +62,7 @@ class TracedForward(NamedTuple):
     Attributes:
         variables: the variables to train by objective, including those of frozen layers
         weights: the trainable variables of the model
+        left_out: the names of the trainable variables of the loss that belong to no objective
         written: the variables that the forward pass or the backward pass writes
         drawing_layers: the kinds of layers that draw random numbers
         scalar_losses: the objectives whose loss is a single number per batch
@@ -72,6 +73,7 @@ class TracedForward(NamedTuple):
 
     variables: VariablesByObjective
     weights: list[Variable]
+    left_out: list[str]
     written: tuple[WrittenVariable, ...]
     drawing_layers: list[str]
     scalar_losses: frozenset[str]
@@ -125,10 +127,12 @@ class ScratchTracer:
             refuse_layers(self.hooks, recording.layers)
         self._refuse_exchanges(operations, backward_ops)
         variables = self._collect_variables(objectives, weights)
+        written = self._find_written(graph, forward)
         return TracedForward(
             variables=variables,
             weights=weights,
-            written=self._find_written(graph, forward),
+            left_out=list_left_out(forward, variables, written),
+            written=written,
             drawing_layers=find_drawing_layers(recording.layers, self._find_drawn(graph)),
             scalar_losses=frozenset(name for name, objective in objectives if objective.is_scalar),
             unchanged_losses=frozenset(
@@ -175,13 +179,21 @@ class ScratchTracer:
             of_losses = [op for op in backward_ops if not op.is_in_model]
             refuse_exchanges(self.hooks, of_losses, "gradient")
 
-    def trace_update(self, components: Components) -> None:
-        """Runs ``update_pre`` on placeholders, so that it creates its variables."""
+    def trace_update(self, components: Components) -> list[Variable]:
+        """Runs ``update_pre`` on placeholders, so that it creates its variables.
+
+        Returns:
+            The variables that a step trains as long as no hook freezes or unfreezes layers.
+        """
         kept = frozenset(PIECES) & {*self.hooks.update_pre.arguments}
+        trained: dict[int, Variable] = {}
         with self._scratch("update_pre", self.share_spec) as (_, batch):
             for turn in TraceContext(components).list_turns():
                 contribution, variables = forward_backward(turn, 1, kept, Share(batch))
                 call_update_pre(turn, 1, variables, contribution, contribution)
+                for objective_variables in variables.values():
+                    trained |= {id(unwrap(variable)): variable for variable in objective_variables}
+        return list(trained.values())
 
     def trace_evaluation(self, components: Components, evaluation: Evaluation | None) -> None:
         """Evaluates placeholders, so that eval_model and the metrics create all their variables."""
@@ -301,6 +313,28 @@ class ScratchTracer:
                 )
             written.append(WrittenVariable(variable, max_stretch.get(id(variable)), is_shared))
         return tuple(written)
+
+
+def list_left_out(
+    forward: ForwardComponents,
+    variables: VariablesByObjective,
+    written: Collection[WrittenVariable],
+) -> list[str]:
+    """Returns the names of the trainable variables of a loss that no step changes.
+
+    Args:
+        forward: the components of the forward pass
+        variables: the variables to train by objective
+        written: the variables that the forward pass writes, which are not trained but do change
+    """
+    changed = {id(unwrap(entry.variable)) for entry in written}
+    for trained in (*variables.values(), trainable_variables(forward.train_model)):
+        changed |= {id(unwrap(variable)) for variable in trained}
+    return [
+        name_variable(variable)
+        for variable in trainable_variables(forward.train_loss)
+        if id(unwrap(variable)) not in changed
+    ]
 
 
 def find_untrainable(

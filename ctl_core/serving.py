@@ -74,9 +74,8 @@ class LoadedModel:
         step: the step of the checkpoint
         metrics: the values of the last evaluation before the checkpoint by name, or {}
         settings: the settings of the run
-        function: the graph function from a request to the output, see ``split_constants``
-        run_batch: computes the output for a batch of ``create_eval_dataset``, see
-            ``split_constants``; a graph function
+        function: the graph function from a request to the output
+        run_batch: computes the output for a batch of ``create_eval_dataset``; a graph function
         state: the state of the run, with the variables that the functions use
     """
 

@@ -42,6 +42,7 @@ from ctl_core.session.messages import (
     count_parameters,
     describe_compilation_change,
     describe_end,
+    describe_left_out,
     describe_nonfinite,
     describe_start,
 )
@@ -266,6 +267,9 @@ class Trainer:
         self._console.say(describe_start(self.state, self.start, self._schedule.last))
         if going_on and self.start == 0:
             self._console.say(f"the model has {count_parameters(self.state)}.")
+            left_out = describe_left_out(self.state)
+            if left_out is not None:
+                self._console.warn(left_out)
             shape = self.state.components.shape
             if shape.replicas > 1 and shape.logical_replicas is None:
                 # The checks before training do not find every loss of an example that depends on

@@ -297,7 +297,7 @@ CREATE_OPT = HookSpec(
     place=Place.SETUP,
     purpose="The optimizer",
     details="In a list of pairs, each trainable variable belongs to exactly one optimizer.",
-    arguments=(LR, TRAIN_MODEL),
+    arguments=(LR, TRAIN_MODEL, TRAIN_LOSS),
     returns=(
         "optimizer, a list of pairs (optimizer, variables), or a dict of optimizers by "
         "objective; not a LossScaleOptimizer"

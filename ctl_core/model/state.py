@@ -25,7 +25,7 @@ from ctl_core.numerics.not_finite import NonFinite
 from ctl_core.run.errors import RunError, quote
 from ctl_core.run.listeners import FILE, read_metrics
 from ctl_core.run.settings import Config
-from ctl_core.types import UserObject
+from ctl_core.types import UserObject, Variable
 
 
 @dataclasses.dataclass
@@ -173,6 +173,8 @@ class State:
         ckpt: the checkpoint that ``create_ckpt`` returned
         manager: the checkpoint manager that ``create_ckpt`` returned
         computed_in: the dtypes out of float16 and bfloat16 in which layers compute
+        trained: the variables that the first step trains
+        left_out: the names of the trainable variables of the loss that ``grad_pre`` does not return
         compilation: the decision whether steps are compiled, which is made before the first step
         progress: the progress of the run
         stopped_by: the number of the signal that ended training early, or None
@@ -193,6 +195,8 @@ class State:
     ckpt: tf.train.Checkpoint
     manager: tf.train.CheckpointManager
     computed_in: list[str]
+    trained: list[Variable]
+    left_out: list[str]
     compilation: CompilationChoice = NOT_CHOSEN
     progress: Progress = dataclasses.field(default_factory=Progress)
     stopped_by: int | None = None

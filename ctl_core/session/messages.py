@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import keras
+import tensorflow as tf
 
 from ctl_core.checkpoint.record import find_best_step
 from ctl_core.cluster.strategy import read_peak_memory
 from ctl_core.model.averages import has_own_statistics
 from ctl_core.model.state import State
-from ctl_core.numerics.variables import trainable_variables
 from ctl_core.run.console import format_evaluation
 from ctl_core.run.files import relative_path
 
@@ -103,11 +103,24 @@ def describe_nature(layers: Sequence[keras.Layer], drawing_layers: Sequence[str]
 def count_parameters(state: State) -> str:
     """Returns a phrase such as ``97 parameters to train``.
 
-    The number includes all parameters of the model and the loss that are not frozen.
+    The number includes all parameters that the first step trains.
     """
-    variables = [*trainable_variables(state.train_model), *trainable_variables(state.train_loss)]
-    sizes = {id(variable): variable.shape.num_elements() for variable in variables}
-    return f"{sum(sizes.values()):,} parameters to train"
+    sizes = [tf.TensorShape(variable.shape).num_elements() for variable in state.trained]
+    return f"{sum(sizes):,} parameters to train"
+
+
+def describe_left_out(state: State) -> str | None:
+    """Returns a warning about variables of the loss that are not trained; None without any."""
+    names = state.left_out
+    if not names:
+        return None
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        shown += f" and {len(names) - 3} others"
+    return (
+        f"{state.hooks.create_loss}: grad_pre does not train the loss's variables {shown}; return "
+        "ctl_core.trainable_variables(train_loss) from it, too, or set trainable = False."
+    )
 
 
 def describe_end(state: State, start: int, saved_step: int) -> list[str]:
