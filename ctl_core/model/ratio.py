@@ -132,10 +132,22 @@ def _check_loss(state: State, objective: str, ratio: float, console: Console) ->
         )
     if _MIN_RATIO_OF_MEAN <= ratio <= _MAX_RATIO_OF_WHOLE:
         console.warn(
-            f"{hook}: {loss} depends on the whole batch: {evidence}. It therefore depends on "
-            "the number of devices, unless they exchange the values that it is computed from, "
-            "with ctl_core.all_gather or all_reduce."
+            f"{hook}: {loss} depends on the whole batch: {evidence}. {_explain_scale(state)} The "
+            "loss also depends on the number of devices, unless they exchange the values that it "
+            "is computed from, with ctl_core.all_gather or all_reduce."
         )
+
+
+def _explain_scale(state: State) -> str:
+    """Returns sentences about the scale of a loss that is a single number for the whole batch."""
+    divisor = f"the global batch size, {state.components.shape.batch}"
+    if state.hooks.batch_weight is not None:
+        divisor = "the sum of batch_weight"
+    return (
+        f"A single number counts as the sum over the examples, and is divided by {divisor}, so a "
+        "mean over pairs would train too slowly by this factor: return one number per example, or "
+        "multiply the mean by the number of rows."
+    )
 
 
 def _try_batches(state: State) -> Ratios:
