@@ -121,6 +121,7 @@ class _Builder:
             cluster=self.cluster,
             recording=self.recording,
             share_spec=self.data.share_spec,
+            trains=not self.run.reading,
         )
         with self.strategy.scope():
             rate = self._create_learning_rate()
@@ -159,6 +160,7 @@ class _Builder:
             computed_in=precisions,
             trained=trained,
             left_out=traced.left_out,
+            is_weighted=traced.is_weighted,
         )
 
     def _create_input(self) -> Input:

@@ -48,6 +48,7 @@ from ctl_core.model.loss_calls import (
     refuse_scaled_losses,
 )
 from ctl_core.model.metrics import name_scalars, update_train_metrics
+from ctl_core.model.sample_weights import refuse_weights_in_loss
 from ctl_core.numerics.randomness import find_drawing_layers
 from ctl_core.numerics.reduction import PIECES
 from ctl_core.numerics.variables import is_summed, name_variable, trainable_variables, unwrap
@@ -69,6 +70,7 @@ class TracedForward(NamedTuple):
         unchanged_losses: the objectives whose loss ``grad_pre`` returned unchanged
         logged: the names of the logged parts of the loss
         own_gradients, unjudged_gradients: see ``Components``
+        is_weighted: whether ``grad_pre`` multiplies the loss by the sample weights of the batch
     """
 
     variables: VariablesByObjective
@@ -81,6 +83,7 @@ class TracedForward(NamedTuple):
     logged: list[str]
     own_gradients: tuple[str, ...]
     unjudged_gradients: tuple[str, ...]
+    is_weighted: bool
 
 
 @dataclasses.dataclass
@@ -94,6 +97,7 @@ class ScratchTracer:
         cluster: compares the forward passes of all processes
         recording: records the variables and layers that the hooks create
         share_spec: the specification of the batch of a share
+        trains: whether the run is built to be trained rather than to be read
     """
 
     hooks: Hooks
@@ -102,6 +106,7 @@ class ScratchTracer:
     cluster: Cluster
     recording: Recording
     share_spec: BatchSpec
+    trains: bool
 
     def trace_forward(self, forward: ForwardComponents) -> TracedForward:
         """Runs the forward hooks once on placeholders, so that all their variables exist.
@@ -111,11 +116,15 @@ class ScratchTracer:
         """
         recording = self.recording
         objectives: list[tuple[str, ReplicaObjective]] = []
+        is_weighted = False
         scratch = self._scratch("create_model", self.share_spec)
         with unfreeze(recording), scratch as (graph, batch):
             for turn in TraceContext(forward).list_turns():
                 result = compute_objectives(turn, batch, 1)
                 objectives += result.objectives.items()
+                is_weighted |= result.is_weighted
+                if self.trains and result.is_weighted:
+                    refuse_weights_in_loss(self.hooks, self.hooks.grad_pre, batch, result.loss)
                 with recording.record_as("create_train_metrics"):
                     update_train_metrics(turn, result, None)
             weights = trainable_variables(forward.train_model)
@@ -141,6 +150,7 @@ class ScratchTracer:
             logged=[name for _, objective in objectives for name in objective.logged],
             own_gradients=list_own_gradients(self.hooks, operations),
             unjudged_gradients=list_unjudged(self.hooks, backward_ops),
+            is_weighted=is_weighted,
         )
 
     def _trace_backward(
@@ -204,7 +214,9 @@ class ScratchTracer:
             return
         for evaluation_set in evaluation.sets.values():
             with self._scratch_evaluation(context, evaluation_set.spec) as batch:
-                add_batch(context, evaluation_set, batch, None)
+                loss = add_batch(context, evaluation_set, batch, None)
+                if self.trains and evaluation_set.is_weighted:
+                    refuse_weights_in_loss(self.hooks, self.hooks.eval_pre, batch, loss)
                 evaluation_set.names = [
                     scalar
                     for name, metric in evaluation_set.metrics.items()

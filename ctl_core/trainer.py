@@ -45,6 +45,7 @@ from ctl_core.session.messages import (
     describe_left_out,
     describe_nonfinite,
     describe_start,
+    describe_weighting,
 )
 from ctl_core.session.run import Run
 from ctl_core.session.turns import TURNS
@@ -267,6 +268,9 @@ class Trainer:
         self._console.say(describe_start(self.state, self.start, self._schedule.last))
         if going_on and self.start == 0:
             self._console.say(f"the model has {count_parameters(self.state)}.")
+            weighting = describe_weighting(self.state)
+            if weighting is not None:
+                self._console.say(weighting)
             left_out = describe_left_out(self.state)
             if left_out is not None:
                 self._console.warn(left_out)

@@ -54,7 +54,7 @@ from ctl_core.run.layers import find_layers
 from ctl_core.run.listeners import find_listener
 from ctl_core.run.settings import Config
 from ctl_core.serving import load
-from ctl_core.session.messages import count_parameters
+from ctl_core.session.messages import count_parameters, describe_weighting
 from ctl_core.session.process import prepare_process
 from ctl_core.session.run import Run, open_session
 from ctl_core.session.turns import TURNS
@@ -149,6 +149,9 @@ class Rehearsal:
             state = create_state(self._hooks, config, run, console)
             self._state = state
             console.print(f"  {self._hooks.create_model}: {count_parameters(state)}")
+            weighting = describe_weighting(state)
+            if weighting is not None:
+                console.print(f"  {weighting}")
             check_losses(state, console)
             line = explain_scaled_gradients(state)
             if line is not None:

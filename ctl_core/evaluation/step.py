@@ -20,7 +20,7 @@ from ctl_core.cluster.collectives import (
 from ctl_core.cluster.replica_contexts import enter_logical_replica, weigh_by_rows
 from ctl_core.compat import get_seed_generator, run_layers, run_replica
 from ctl_core.evaluation.sets import EvaluationSet
-from ctl_core.hooks.defaults import find_sample_weight, note_weighted
+from ctl_core.hooks.defaults import find_sample_weight, note_weighted, uses_weights
 from ctl_core.input.batches import (
     Share,
     add_to_digest,
@@ -36,7 +36,7 @@ from ctl_core.model.logical_exchange import get_device_number
 from ctl_core.model.logical_replicas import EVALUATION, GeneratorStates
 from ctl_core.model.metrics import update_if, update_metrics
 from ctl_core.numerics.variables import unwrap
-from ctl_core.types import Batch, Count, GraphFunction, PerReplica
+from ctl_core.types import Batch, Count, GraphFunction, PerReplica, Structure
 
 
 class EvaluationProgress(NamedTuple):
@@ -272,7 +272,7 @@ def add_batch(
     evaluation_set: EvaluationSet,
     batch: Batch,
     present: tf.Tensor | None,
-) -> None:
+) -> Structure:
     """Adds the batch of one replica to the metrics and sums of a set.
 
     Args:
@@ -281,6 +281,9 @@ def add_batch(
         batch: the batch, or a placeholder, whose results are ignored
         present: whether the batch is real rather than a placeholder, a bool scalar; None if no
             batch is a placeholder
+
+    Returns:
+        The loss that ``train_loss`` returned.
     """
     hooks = context.hooks
     components = context.components
@@ -290,8 +293,7 @@ def add_batch(
         loss_per_batch, extra_loss = hooks.eval_pre.trace(
             loss=loss, output=output, batch=batch, **context.hook_values()
         )
-    sample_weight = find_sample_weight(batch)
-    evaluation_set.is_weighted = any(weight is sample_weight for weight in weights)
+    evaluation_set.is_weighted = uses_weights(batch, weights)
     examples = weigh_batch(context, batch, output, None)
     if examples is None:
         examples = components.count_examples(batch)
@@ -305,3 +307,4 @@ def add_batch(
             output=output, batch=batch, train_model=components.train_model
         )
         update_metrics(evaluation_set.metrics, hooks.metric_pre, arguments, present)
+    return loss

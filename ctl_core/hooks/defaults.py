@@ -161,6 +161,12 @@ def note_weighted() -> Iterator[list[tf.Tensor]]:
         _weighing.weights = before
 
 
+def uses_weights(batch: Batch, weights: list[tf.Tensor]) -> bool:
+    """Returns whether the sample weights of a batch are among those that ``weighted`` used."""
+    sample_weight = find_sample_weight(batch)
+    return any(weight is sample_weight for weight in weights)
+
+
 @tf.autograph.experimental.do_not_convert
 def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
     """Multiplies the loss of each example by its sample weight, if the batch contains weights.
@@ -179,7 +185,7 @@ def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
     if loss.shape.rank == 0:
         raise ValueError(
             "sample weights need one loss per example, not one number for the whole batch "
-            "(reduction='none')"
+            "(reduction='none'); if the third element of the batch is no weight, name it in a dict"
         )
     return loss * tf.cast(tf.reshape(weight, [-1]), loss.dtype)
 

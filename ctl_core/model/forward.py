@@ -20,6 +20,7 @@ import tensorflow as tf
 from ctl_core.cluster.collectives import find_offset_in_share, place_rows
 from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.compat import run_layers
+from ctl_core.hooks.defaults import note_weighted, uses_weights
 from ctl_core.hooks.hooks import Hook, convert, describe
 from ctl_core.hooks.results import Objective
 from ctl_core.input.batches import Share, ShareWeight, keep_rows_if
@@ -233,6 +234,7 @@ class ForwardPass(NamedTuple):
         batch: the batch itself
         loss: the value that ``train_loss`` returned
         weight: the value that ``batch_weight`` returned, a scalar; None without that hook
+        is_weighted: whether ``grad_pre`` multiplied the loss by the sample weights of the batch
         total_weight: the sum of the weights of all shares, by which the objectives were divided;
             None if they still have to be divided
     """
@@ -242,6 +244,8 @@ class ForwardPass(NamedTuple):
     batch: Batch
     loss: Structure
     weight: tf.Tensor | None
+    weight: tf.Tensor | None
+    is_weighted: bool
     total_weight: tf.Tensor | None = None
 
 
@@ -287,8 +291,10 @@ def compute_objectives(
         share_size = rows
     else:
         share_size = examples / shape.shares
+    with note_weighted() as sample_weights:
+        returned = call_grad_pre(context, batch, output, loss)
     objectives = {}
-    for name, objective in call_grad_pre(context, batch, output, loss).items():
+    for name, objective in returned.items():
         total = sum_loss(context.components, objective.loss_per_batch, batch)
         extra = tf.cast(share_size, total.dtype) * tf.cast(objective.extra_loss, total.dtype)
         value = _divide(total + extra, tf.cast(total_size, total.dtype), total_weight)
@@ -300,7 +306,15 @@ def compute_objectives(
             is_scalar=loss_shape.rank == 0,
             has_unchanged_loss=objective.loss_per_batch is loss,
         )
-    return ForwardPass(objectives, output, batch, loss, weight, total_weight)
+    return ForwardPass(
+        objectives,
+        output,
+        batch,
+        loss,
+        weight,
+        is_weighted=uses_weights(batch, sample_weights),
+        total_weight=total_weight,
+    )
 
 
 def _divide(value: tf.Tensor, total_size: tf.Tensor, total_weight: tf.Tensor | None) -> tf.Tensor:

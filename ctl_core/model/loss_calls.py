@@ -201,3 +201,8 @@ def locate_calls(hooks: Hooks, calls: list[Call]) -> str:
     if not lines:
         return str(owner)
     return f"{owner.name} ({lines[-1]})"
+
+
+def locate_op(hooks: Hooks, op: GraphOp) -> str:
+    """Returns the hook that created an op, with the last line of user code."""
+    return locate_calls(hooks, read_calls(op))

@@ -175,6 +175,7 @@ class State:
         computed_in: the dtypes out of float16 and bfloat16 in which layers compute
         trained: the variables that the first step trains
         left_out: the names of the trainable variables of the loss that ``grad_pre`` does not return
+        is_weighted: whether ``grad_pre`` multiplies the loss by the sample weights of the batch
         compilation: the decision whether steps are compiled, which is made before the first step
         progress: the progress of the run
         stopped_by: the number of the signal that ended training early, or None
@@ -197,6 +198,7 @@ class State:
     computed_in: list[str]
     trained: list[Variable]
     left_out: list[str]
+    is_weighted: bool
     compilation: CompilationChoice = NOT_CHOSEN
     progress: Progress = dataclasses.field(default_factory=Progress)
     stopped_by: int | None = None

@@ -109,6 +109,22 @@ def count_parameters(state: State) -> str:
     return f"{sum(sizes):,} parameters to train"
 
 
+def describe_weighting(state: State) -> str | None:
+    """Returns a line if the loss is multiplied by the sample weights of a batch, otherwise None."""
+    evaluation_sets = state.evaluation.sets.values() if state.evaluation is not None else ()
+    losses = []
+    if state.is_weighted:
+        losses.append("training")
+    if any(evaluation_set.is_weighted for evaluation_set in evaluation_sets):
+        losses.append("evaluations")
+    if not losses:
+        return None
+    return (
+        "the third element of each batch multiplies the losses of its examples, as sample weights, "
+        f"in {' and '.join(losses)}."
+    )
+
+
 def describe_left_out(state: State) -> str | None:
     """Returns a warning about variables of the loss that are not trained; None without any."""
     names = state.left_out

@@ -55,6 +55,7 @@ class Run:
         ckpt: the folder of the run's checkpoints
         config_file: the file with the run's settings
         task: this process in its cluster
+        reading: whether the run is only read
         source: the checkpoint from which the run starts, or None
         summaries: the writer of TensorBoard's files
         listeners: the listeners, which are notified of each event after the run is opened
@@ -90,6 +91,7 @@ class Run:
         self.ckpt = self.path / "ckpt"
         self.config_file = self.path / "config.yaml"
         self.task = task
+        self.reading = reading
         self.steps_taken = 0
         self._has_given_name = config.run_name is not None
         self._first_step = 0
