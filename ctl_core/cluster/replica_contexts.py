@@ -84,7 +84,15 @@ class FirstReplica(LoneReplica):
 
     All processes thus trace the same graph. Variables still use their component on a device of this
     process.
+
+    Args:
+        strategy: the strategy of the replica
+        replica: the index of the replica among the replicas of all processes
     """
+
+    def __init__(self, strategy: tf.distribute.Strategy, replica: int) -> None:
+        super().__init__(strategy, replica)
+        self.replica = replica
 
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:
@@ -93,12 +101,24 @@ class FirstReplica(LoneReplica):
 
 
 class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
-    """A context inside an outer context; delegates every method that it does not override."""
+    """A context inside an outer context; delegates every method that it does not override.
+
+    Variables use the same component as in the outer context, even if the outer context reports
+    another index, as a ``FirstReplica`` does.
+
+    Attributes:
+        replica: the index of the replica among the replicas of all processes
+    """
 
     def __init__(self, outer: tf.distribute.ReplicaContext) -> None:
-        number = tf.get_static_value(outer.replica_id_in_sync_group)
-        super().__init__(outer.strategy, int(number))
+        self.replica = _find_replica(outer)
+        super().__init__(outer.strategy, self.replica)
         self._outer = outer
+
+    @property
+    def replica_id_in_sync_group(self) -> tf.Tensor:
+        """The index that the outer context reports, an int32 scalar."""
+        return self._outer.replica_id_in_sync_group
 
     @do_not_convert
     def merge_call(
@@ -110,6 +130,13 @@ class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
         """Calls a function with the arguments of all replicas, as the outer context does."""
         with enter_replica_context(self._outer):
             return self._outer.merge_call(merge_fn, args, kwargs)
+
+
+def _find_replica(context: tf.distribute.ReplicaContext) -> int:
+    """Returns the index of the replica whose variables a context uses."""
+    if isinstance(context, FirstReplica | InnerContext):
+        return context.replica
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
 
 
 class NoExchange(InnerContext):
