@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.golden import compare, engine, small
+from tests.golden import compare, engine, small, update_program
 from tests.golden.catalogue import LAST_SAVED, SETTINGS, load_program
 from tests.golden.lookahead import Lookahead
 from tests.golden.reference import RATE
@@ -121,3 +121,21 @@ def test_an_optimizer_that_copies_initial_weights(
     saved = tf.train.Checkpoint(train_model=small.create_model())
     saved.read(str(tmp_path / "runs" / "run" / "ckpt" / "ckpt-7")).expect_partial()
     compare.assert_close(saved.train_model.weights, expected.weights)
+
+
+def test_an_update_that_reads_and_writes_on_three_and_on_four_processes(tmp_path: Path) -> None:
+    """The run begins on three processes, and continues on four."""
+    (tmp_path / "callbacks.py").write_text("from tests.golden.update_program import *\n")
+    flags = ["--batch-size", str(update_program.BATCH), "--learning-rate", str(RATE)]
+    for steps, workers in (("4", "3"), ("7", "4")):
+        words = ["train", "--run-name", "run", "--steps", steps, "--workers", workers]
+        outcome = engine.command(tmp_path, *words, *flags)
+        assert outcome.returncode == 0, outcome.stderr
+        assert f"{workers} replicas" in outcome.stdout
+    expected = update_program.train_plainly(7)
+    model = update_program.create_model()
+    saved = tf.train.Checkpoint(train_model=model)
+    saved.read(str(tmp_path / "runs" / "run" / "ckpt" / "ckpt-7")).expect_partial()
+    compare.assert_close(model.weights, expected.weights)
+    for name in ("calls", "spent", "updates"):
+        compare.assert_close([getattr(model, name)], [getattr(expected, name)])
