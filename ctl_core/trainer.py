@@ -26,12 +26,13 @@ from ctl_core.evaluation.criteria import read_criteria
 from ctl_core.evaluation.summaries import Pace, Profile, read_rates
 from ctl_core.graph import begin_reading
 from ctl_core.hooks.hooks import Hook
+from ctl_core.hooks.recording import LateObject, drop_discarded
 from ctl_core.model.components import TraceContext
 from ctl_core.model.failures import attribute_errors
 from ctl_core.model.linearity import check_division
 from ctl_core.model.logical_limits import refuse_ops
 from ctl_core.model.metrics import read_results
-from ctl_core.model.state import Clock, State, check_hook_state
+from ctl_core.model.state import Clock, State, check_created, check_hook_state
 from ctl_core.model.summed_variables import refuse_uses_of_parts
 from ctl_core.numerics.not_finite import NEVER, NonFinite
 from ctl_core.numerics.randomness import find_random_ops
@@ -97,6 +98,7 @@ class Trainer:
         self._console = console
         self._signals = signals
         self._watch = watch or Watch(run, console, signals, state.cluster.task, stall_seconds=0)
+        self._creating_hooks: set[str] = set()  # the hooks that have created layers or variables
         self._signal = 0  # the signal that ends training on every process, or 0
         self._steps_per_call = StepsPerCall(1 if state.config.detect_anomaly else MOST_STEPS)
         profiled_steps = ""
@@ -372,12 +374,22 @@ class Trainer:
             for step, hook in self._schedule.find_deferred(steps):
                 hook(step=step, dev=self.functions.devices, chief=chief)
 
-    def _run_hooks(self, step: int, due: Sequence[Hook], values: dict[str, Any]) -> bool:
-        """Runs host hooks after a step, and returns whether a hook has ended training."""
+    def _run_hooks(
+        self, step: int, due: Sequence[Hook], values: dict[str, Any], at_end: bool = False
+    ) -> bool:
+        """Runs host hooks after a step, and returns whether a hook has ended training.
+
+        Args:
+            step: the step
+            due: the hooks
+            values: arguments of the hooks, in addition to those that all host hooks can take
+            at_end: whether training has ended, so that no checkpoint follows
+        """
         if not due:
             return False
         state = self.state
         ended = False
+        created_in_step: list[LateObject] = []
         values = {
             "dev": self.functions.devices,
             "optimizer": state.optimizer,
@@ -391,15 +403,39 @@ class Trainer:
         with self._run.summaries.open_writer("train").as_default(step=step):
             try:
                 for hook in due:
-                    with state.recording.watch(str(hook)), self._console.defer(hook.deferred):
+                    with (
+                        state.recording.watch(str(hook)) as created,
+                        self._console.defer(hook.deferred),
+                    ):
                         hook(**values)
+                    if not at_end:
+                        check_created(state, created)
+                        created_in_step += created
                     if "state" in hook.arguments:
                         check_hook_state(state.hook_state, str(hook))
             except StopTraining as request:
                 self._console.say(f"step {step}: a hook ends training. {request}".rstrip())
                 ended = True
+        self._warn_of_kept(created_in_step)
         self.functions.refresh()
         return ended
+
+    def _warn_of_kept(self, created: list[LateObject]) -> None:
+        """Warns of variables that a hook has created, and that still exist after the hook.
+
+        Each hook is looked at only once, because the garbage collection takes time.
+
+        Args:
+            created: what the hooks of a step have created
+        """
+        new = [late for late in created if late.hook not in self._creating_hooks]
+        self._creating_hooks.update(late.hook for late in new)
+        for late in drop_discarded([late for late in new if late.is_variable])[:1]:
+            self._console.warn(
+                f"{late.hook}: creates {late.name} during training. If it still exists when the "
+                "next checkpoint is due, the run ends, because no checkpoint would restore it; "
+                "create it in create_model, or keep numbers in state."
+            )
 
     def _sync(self, status: LoopStatus, hook: Hook | None = None) -> LoopStatus:
         """Exchanges the status of this process with the others; returns their combined status.
@@ -609,7 +645,7 @@ class Trainer:
         """
         values = {"reason": reason, "metrics": dict(self.state.metrics)}
         try:
-            self._run_hooks(self.state.step, self.state.hooks.at_end, values)
+            self._run_hooks(self.state.step, self.state.hooks.at_end, values, at_end=True)
         except RunError as error:
             if reason != "failed":
                 raise

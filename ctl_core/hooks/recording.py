@@ -10,7 +10,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -56,6 +56,32 @@ def record_nothing() -> Iterator[None]:
         IMPORTED[:] = imported
 
 
+class LateObject(NamedTuple):
+    """A variable or layer that a host hook created during training.
+
+    Attributes:
+        hook: the name and line of the hook
+        name: the kind and the name of the object, such as ``the layer dense_1``
+        reference: refers to the object while it exists
+    """
+
+    hook: str
+    name: str
+    reference: weakref.ref[Any]
+
+    @property
+    def is_variable(self) -> bool:
+        """True for a variable, False for a layer or for an object that no longer exists."""
+        return isinstance(self.reference(), tf.Variable)
+
+
+def drop_discarded(objects: list[LateObject]) -> list[LateObject]:
+    """Returns the objects that still exist."""
+    if any(late.reference() is not None for late in objects):
+        gc.collect()
+    return [late for late in objects if late.reference() is not None]
+
+
 class Recording:
     """Records the variables, layers and random generators that are created, in order of creation.
 
@@ -80,7 +106,7 @@ class Recording:
         self._hook = ""
         self._open = False
         self._held: list[Any] = []
-        self._late: list[tuple[str, weakref.ref[Any]]] = []
+        self._late: list[LateObject] = []
 
     @contextlib.contextmanager
     def record_as(self, hook: str) -> Iterator[None]:
@@ -106,33 +132,45 @@ class Recording:
         self._held = [reference() for reference in (*references, *self._layers)]
 
     @contextlib.contextmanager
-    def watch(self, hook: str) -> Iterator[None]:
-        """Notes the variables that a host hook creates inside the context.
+    def watch(self, hook: str) -> Iterator[list[LateObject]]:
+        """Notes the variables and layers that a host hook creates inside the context.
 
-        No checkpoint could restore these variables, because they do not exist when a run is built.
+        No checkpoint could restore the variables, because they do not exist when a run is built.
+
+        Args:
+            hook: the name and line of the hook
+
+        Yields:
+            A list, to which the objects are appended.
         """
+        created: list[LateObject] = []
+        layers: list[weakref.ref[Any]] = []
 
         def create(make: Callable[..., tf.Variable], **values: Any) -> tf.Variable:
             variable = make(**values)
             name = variable.name.split(":")[0]
-            self._late.append((f"{hook}: creates the variable {name}", weakref.ref(variable)))
+            created.append(LateObject(hook, f"the variable {name}", weakref.ref(variable)))
             return variable
 
-        with tf.variable_creator_scope(create):
-            yield
+        try:
+            with tf.variable_creator_scope(create), note_layers(layers):
+                yield created
+        finally:
+            self._late += created
+        for reference in layers:
+            layer = reference()
+            if layer is not None:
+                created.append(LateObject(hook, f"the layer {layer.name}", reference))
 
     def find_late(self) -> str | None:
         """Describes the first variable that a host hook created and that still exists.
 
         Returns None if there is no such variable.
         """
-        if any(reference() is not None for _, reference in self._late):
-            gc.collect()
-        self._late = [entry for entry in self._late if entry[1]() is not None]
+        self._late = drop_discarded(self._late)
         if not self._late:
             return None
-        description, _ = self._late[0]
-        return description
+        return f"{self._late[0].hook}: creates {self._late[0].name}"
 
     @contextlib.contextmanager
     def _listen(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -15,13 +16,15 @@ import tensorflow as tf
 from pydantic import ConfigDict, TypeAdapter
 
 from ctl_core.cluster.sync import Cluster
+from ctl_core.compat import flatten_layers
 from ctl_core.hooks.hooks import Hooks
-from ctl_core.hooks.recording import Recording
+from ctl_core.hooks.recording import LateObject, Recording
 from ctl_core.input.stream import Input
 from ctl_core.model.averages import WeightAverage
 from ctl_core.model.components import NOT_CHOSEN, CompilationChoice, Components
 from ctl_core.numerics.learning_rate import LearningRate, Rate
 from ctl_core.numerics.not_finite import NonFinite
+from ctl_core.numerics.variables import unwrap, walk
 from ctl_core.run.errors import RunError, quote
 from ctl_core.run.listeners import FILE, read_metrics
 from ctl_core.run.settings import Config
@@ -130,6 +133,52 @@ def check_hook_state(values: dict[str, Any], where: str) -> None:
             "unchanged; use numbers, strings, lists and dicts, such as float(x) or "
             "array.tolist()."
         )
+
+
+def check_created(state: State, created: list[LateObject]) -> None:
+    """Raises an error if a host hook has added a new layer or variable to the model.
+
+    Losses, optimizers and what ``create_ckpt`` saves are searched, too. A hook may add layers that
+    never have variables.
+
+    Args:
+        state: the state of the run
+        created: the variables and layers that the hook has created
+
+    Raises:
+        RunError: a component contains one of them.
+    """
+    if not any(late.reference() is not None for late in created):
+        return
+    held = _list_held(state)
+    added = [late for late in created if id(late.reference()) in held]
+    new_variables = {id(late.reference()) for late in created if late.is_variable}
+    added_layers = [late for late in added if _has_state(late.reference(), new_variables)]
+    added_variables = [late for late in added if late.is_variable]
+    for late in (*added_layers, *added_variables):  # a layer tells more than its variables
+        raise RunError(
+            f"{late.hook}: adds {late.name} during training, so no checkpoint would restore it; "
+            "create it in create_model, and freeze it (trainable = False) until it is needed."
+        )
+
+
+def _list_held(state: State) -> dict[int, UserObject]:
+    """Returns the layers and variables in the components of a run, by id."""
+    components = state.components
+    models = (components.train_model, components.train_loss, components.eval_model)
+    found = [
+        *itertools.chain(*(walk(model) for model in models)),
+        *tf.train.TrackableView(state.ckpt).descendants(),
+    ]
+    layers = itertools.chain(*map(flatten_layers, found))
+    return {id(unwrap(held)): unwrap(held) for held in (*found, *layers)}
+
+
+def _has_state(layer: UserObject, new_variables: set[int]) -> bool:
+    """Returns True for a single layer that has new variables, or will have when it is called."""
+    if len(flatten_layers(layer)) != 1:
+        return False
+    return not layer.built or any(id(unwrap(v)) in new_variables for v in layer.variables)
 
 
 class Clock:

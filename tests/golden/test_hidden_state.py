@@ -308,3 +308,74 @@ def test_variable_that_a_host_hook_creates_while_training_is_refused(train: engi
     with pytest.raises(ctl_core.RunError, match=r"every_steps\[1\] .*variable average"):
         train(hooks, **small.settings(6))
     assert train(hooks, **small.settings(3, run_name="well")).step == 3
+
+
+class Parts:
+    """A model that is a plain object with a list of layers."""
+
+    def __init__(self) -> None:
+        self.parts = [small.create_model()]
+
+    def __call__(self, inputs: Any) -> Any:
+        for part in self.parts:
+            inputs = part(inputs)
+        return inputs
+
+
+def add_to_sequential(train_model: Any) -> None:
+    train_model.add(keras.layers.Dense(1, name="added"))
+
+
+def add_to_list(train_model: Any) -> None:
+    train_model.parts.append(keras.layers.Dense(1, name="added"))  # has no variables yet
+
+
+def add_to_optimizer(train_model: Any, optimizer: Any) -> None:
+    optimizer.average = tf.Variable(train_model.weights[0], name="added")
+
+
+@pytest.mark.parametrize(
+    ("create_model", "add"),
+    [
+        (small.create_model, add_to_sequential),
+        (Parts, add_to_list),
+        (small.create_model, add_to_optimizer),
+    ],
+)
+def test_layer_that_a_host_hook_adds_is_refused_right_after_the_hook(
+    train: engine.Train, create_model: Callable[[], Any], add: Callable[..., None]
+) -> None:
+    taken: list[int] = []
+    hooks = small.hooks(
+        create_model=create_model,
+        at_step={2: add},
+        every_steps={1: lambda step: taken.append(step)},
+    )
+    with pytest.raises(ctl_core.RunError, match=r"at_step\[2\] \(.* added during") as refused:
+        train(hooks, **small.settings(6))
+    assert taken == [1, 2]
+    assert "create_model" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_layers_that_a_host_hook_may_create(
+    train: engine.Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are discarded, have no variables of their own, or are created after the last step."""
+    kept: list[tf.Variable] = []
+
+    def create(train_model: Any) -> None:
+        keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        train_model.classifier = keras.Sequential([train_model, keras.layers.Softmax()])
+
+    def keep() -> None:
+        kept.append(tf.Variable(0.0, name="kept"))
+
+    hooks = small.hooks(
+        every_steps={1: create},
+        at_step={2: keep, 4: kept.clear},
+        at_end=lambda train_model: train_model.add(keras.layers.Softmax()),
+    )
+    state = train(hooks, **small.settings(6))
+    compare.assert_close(state.train_model.weights, small.plain(6).weights)
+    (warning,) = [line for line in capfd.readouterr().out.splitlines() if "warning" in line]
+    assert "at_step[2]" in warning and "the variable kept" in warning
