@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     )
     from ctl_core.commands.check import check
     from ctl_core.commands.train import train
-    from ctl_core.hooks.defaults import deferred, leading_dimension, nan_to_zero, unpack, weighted
+    from ctl_core.hooks.defaults import (
+        clip_by_global_norm,
+        deferred,
+        leading_dimension,
+        nan_to_zero,
+        unpack,
+        weighted,
+    )
     from ctl_core.hooks.results import Checkpointing, EvalLoss, Objective, Update
     from ctl_core.model.state import State
     from ctl_core.numerics.variables import regularization, trainable_variables
@@ -51,6 +58,7 @@ _HOME = {
     "all_gather": "cluster.collectives",
     "all_reduce": "cluster.collectives",
     "check": "commands.check",
+    "clip_by_global_norm": "hooks.defaults",
     "deferred": "hooks.defaults",
     "leading_dimension": "hooks.defaults",
     "load": "serving",

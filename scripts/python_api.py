@@ -73,7 +73,8 @@ GROUPS = (
         "Functions for your own versions of hooks. The default hooks, whose source is in the\n"
         "[hook reference](hook-reference.md), use them, too.",
         (
-            *("unpack", "weighted", "regularization", "trainable_variables", "nan_to_zero"),
+            *("unpack", "weighted", "regularization", "trainable_variables"),
+            *("nan_to_zero", "clip_by_global_norm"),
             "leading_dimension",
         ),
     ),

@@ -6,14 +6,13 @@ import tensorflow as tf
 
 from ctl_core.model.copies import list_local_components
 from ctl_core.model.state import State
+from ctl_core.numerics.not_finite import find_finite_entries
 from ctl_core.numerics.variables import is_summed, unwrap
 from ctl_core.types import Variable
 
 # The hooks whose variables an evaluation uses. ``ema`` stands for the averages of the weights.
 _USED = ("create_model/", "create_eval_model/", "ema/")
 _TRAINED = ("create_loss/",)
-# The dtypes that can represent NaN, and that ``tf.math.is_finite`` supports.
-_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
 
 
 class FiniteVariables:
@@ -76,13 +75,11 @@ def _is_used(name: str, variable: Variable) -> bool:
     """
     variable = unwrap(variable)
     is_part = name.startswith(_USED) or (name.startswith(_TRAINED) and bool(variable.trainable))
-    return is_part and variable.dtype in _DTYPES and not is_summed(variable)
+    has_nan = variable.dtype.is_floating or variable.dtype.is_complex
+    return is_part and has_nan and not is_summed(variable)
 
 
 def _is_finite(variable: tf.Variable) -> tf.Tensor:
     """Returns for each entry of a variable whether it is finite."""
     with tf.device(variable.device):
-        value = variable.read_value()
-        if value.dtype.is_complex:
-            return tf.math.is_finite(tf.math.real(value)) & tf.math.is_finite(tf.math.imag(value))
-        return tf.math.is_finite(value)
+        return find_finite_entries(variable.read_value())

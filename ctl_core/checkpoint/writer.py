@@ -18,6 +18,7 @@ from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.compat import GraphCheckpoint, Node, hold_objects, saves_itself
 from ctl_core.model.copies import define_copy
 from ctl_core.model.state import State
+from ctl_core.numerics.reduction import is_float8
 from ctl_core.numerics.variables import name_variable, unwrap
 from ctl_core.run.errors import RunError, format_error
 from ctl_core.run.files import relative_path
@@ -82,11 +83,18 @@ def _copy(trackable: Trackable) -> Trackable:
     variable = unwrap(trackable)
     if isinstance(variable, tf.Variable):
         with tf.device("CPU:0"):
-            zeros = tf.zeros(variable.shape, variable.dtype)
+            zeros = _create_zeros(variable.shape, variable.dtype)
             return tf.Variable(zeros, trainable=False, name=variable.name.split(":")[0])
     if saves_itself(trackable):
         return trackable
     return Node()
+
+
+def _create_zeros(shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
+    """Returns zeros; ``tf.zeros`` does not support float8."""
+    if is_float8(dtype):
+        return tf.cast(tf.zeros(shape), dtype)
+    return tf.zeros(shape, dtype)
 
 
 class CheckpointCopies:
@@ -239,6 +247,8 @@ def _read_bits(variable: tf.Variable) -> tf.Tensor:
         return tf.strings.to_hash_bucket_fast(value, 2**62)
     if value.dtype.is_bool:
         return value
+    if is_float8(value.dtype):  # there is no bitcast
+        value = tf.cast(value, tf.float32)
     return tf.bitcast(value, _BITS[value.dtype.size])
 
 

@@ -21,7 +21,7 @@ function that uses the name must then be corrected.
     distribution.py  which replica writes summaries; the context of an update; the resource of a
                      writer; float and int of a DistributedVariable; how a process joins a cluster
                      and creates its devices; the strings that processes publish; how the replicas
-                     of all processes gather a tensor
+                     of all processes gather a tensor, and get the initial value of a variable
     checkpoints.py   Trackable and the object graph of a checkpoint; Checkpoint: _write;
                      CheckpointManager: _max_to_keep, _checkpoint
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
@@ -57,6 +57,7 @@ from ctl_core.compat.datasets import (
 )
 from ctl_core.compat.distribution import (
     GraphWriter,
+    broadcast_any_dtype,
     convert_variables,
     cut_join,
     enter_replica_context,
@@ -71,6 +72,7 @@ from ctl_core.compat.gradients import find_forward_op, has_own_gradient, recompu
 from ctl_core.compat.graphs import (
     add_called_ops,
     allow_autograph,
+    check_float8,
     find_called_graphs,
     find_captured_variables,
     find_written_resources,
@@ -112,6 +114,8 @@ __all__ = [
     "SavedObject",
     "add_called_ops",
     "allow_autograph",
+    "broadcast_any_dtype",
+    "check_float8",
     "convert_variables",
     "count_saved_draws",
     "cut_join",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_lib
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
-from tensorflow.python.ops import summary_ops_v2
+from tensorflow.python.ops import collective_ops, summary_ops_v2
 
 from ctl_core.compat.patches import Scope, set_attributes, wrap_function
 
@@ -181,6 +182,94 @@ def read_published(key: str, seconds: float) -> str | None:
     except tf.errors.DeadlineExceededError:
         return None
     return text
+
+
+Encode = Callable[[tf.Tensor], tf.Tensor]
+Decode = Callable[[tf.Tensor, tf.DType], tf.Tensor]
+# The dtypes that TensorFlow can broadcast.
+_BROADCAST = (tf.bool, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+# The maximum length of a published piece of a long string, and the time to wait for one (seconds).
+_PIECE = 2**20
+_WAIT = 60.0
+
+
+@contextlib.contextmanager
+def broadcast_any_dtype(encode: Encode, decode: Decode) -> Iterator[None]:
+    """Lets processes create variables of any dtype.
+
+    The first process sends the initial value of a variable to the others. TensorFlow can send only
+    some dtypes. Other numbers are converted, and strings are published.
+
+    Args:
+        encode: converts a tensor to a dtype that TensorFlow can send
+        decode: converts the result of ``encode`` back to the given dtype
+    """
+    send = wrap_function(collective_ops, "broadcast_send", functools.partial(_send, encode))
+    receive = wrap_function(
+        collective_ops, "broadcast_recv", functools.partial(_receive, encode, decode)
+    )
+    with send, receive:
+        yield
+
+
+def _send(
+    encode: Encode,
+    of_tensorflow: Callable[..., Any],
+    value: tf.Tensor,
+    shape: tf.TensorShape,
+    dtype: tf.DType,
+    group_size: int,
+    group_key: int,
+    instance_key: int,
+    **options: Any,
+) -> Any:
+    keys = (group_size, group_key, instance_key)
+    if dtype == tf.string:
+        text = base64.b64encode(tf.io.serialize_tensor(value).numpy()).decode()
+        pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+        for number, piece in enumerate([str(len(pieces)), *pieces]):
+            publish(_name_piece(group_key, instance_key, number), piece)
+        return tf.no_op()
+    if dtype not in _BROADCAST:
+        value = encode(value)
+    return of_tensorflow(value, value.shape, value.dtype, *keys, **options)
+
+
+def _receive(
+    encode: Encode,
+    decode: Decode,
+    of_tensorflow: Callable[..., Any],
+    shape: tf.TensorShape,
+    dtype: tf.DType,
+    group_size: int,
+    group_key: int,
+    instance_key: int,
+    **options: Any,
+) -> tf.Tensor:
+    keys = (group_size, group_key, instance_key)
+    if dtype in _BROADCAST:
+        return of_tensorflow(shape, dtype, *keys, **options)
+    if dtype == tf.string:
+        pieces = int(_wait_for_piece(group_key, instance_key, 0))
+        text = "".join(
+            _wait_for_piece(group_key, instance_key, number + 1) for number in range(pieces)
+        )
+        return tf.io.parse_tensor(base64.b64decode(text), tf.string)
+    encoded = encode(tf.cast(tf.zeros(shape), dtype))  # has the shape and dtype that are sent
+    received = of_tensorflow(encoded.shape, encoded.dtype, *keys, **options)
+    return decode(received, dtype)
+
+
+def _wait_for_piece(group_key: int, instance_key: int, number: int) -> str:
+    """Returns a published piece; raises an error if the process that publishes is lost."""
+    piece = None
+    while piece is None:
+        piece = read_published(_name_piece(group_key, instance_key, number), _WAIT)
+    return piece
+
+
+def _name_piece(group_key: int, instance_key: int, number: int) -> str:
+    return f"ctl_core/initial/{group_key}/{instance_key}/{number}"
 
 
 def list_cpu_devices(count: int) -> Scope:

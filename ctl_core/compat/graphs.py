@@ -14,7 +14,7 @@ from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import context
 from tensorflow.python.framework import auto_control_deps_utils, ops
 
-from ctl_core.compat.patches import Scope, set_attributes
+from ctl_core.compat.patches import Scope, set_attributes, wrap_function
 
 
 def make_scratch_graph(name: str) -> tf.Graph:
@@ -182,6 +182,20 @@ def leave_constants_unchecked() -> Scope:
     """
     names = (*check_numerics_callback.SAFE_OPS, b"Const", b"BroadcastTo")
     return set_attributes(check_numerics_callback, SAFE_OPS=names)
+
+
+def check_float8() -> Scope:
+    """Makes ``tf.debugging.enable_check_numerics`` convert float8 tensors before it checks them.
+
+    TensorFlow's op that looks for NaN does not support float8.
+    """
+    return wrap_function(check_numerics_callback, "_debug_summary", _summarize)
+
+
+def _summarize(of_tensorflow: Callable[..., tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype.size == 1:
+        tensor = tf.cast(tensor, tf.float32)
+    return of_tensorflow(tensor)
 
 
 def keep_large_sums_whole() -> None:

@@ -9,14 +9,16 @@ works, because the functions are looked up only when a hook runs.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 import ctl_core as ctl
-from ctl_core.types import AnyTensor, Batch, Count, Gradient, ModelInput, Structure
+from ctl_core.numerics.not_finite import compute_global_norm
+from ctl_core.numerics.reduction import multiply
+from ctl_core.types import AnyTensor, Batch, Count, Gradient, Gradients, ModelInput, Structure
 
 
 @tf.autograph.experimental.do_not_convert
@@ -26,7 +28,33 @@ def nan_to_zero(gradient: Gradient) -> Gradient:
         return tf.IndexedSlices(
             nan_to_zero(gradient.values), gradient.indices, gradient.dense_shape
         )
-    return tf.where(tf.math.is_nan(gradient), tf.zeros_like(gradient), gradient)
+    is_nan = tf.math.is_nan(tf.math.real(gradient))
+    if gradient.dtype.is_complex:
+        is_nan |= tf.math.is_nan(tf.math.imag(gradient))
+    return tf.where(is_nan, tf.zeros_like(gradient), gradient)
+
+
+@tf.autograph.experimental.do_not_convert
+def clip_by_global_norm(
+    gradients: Sequence[Gradient], clip_norm: float
+) -> tuple[Gradients, tf.Tensor]:
+    """Clips gradients like ``tf.clip_by_global_norm``; they may be complex, or differ in dtype.
+
+    Args:
+        gradients: the gradients, dense or sparse
+        clip_norm: the maximum of their common norm
+
+    Returns:
+        The clipped gradients, and the norm before clipping.
+    """
+    dtypes = {gradient.dtype for gradient in gradients}
+    if len(dtypes) == 1 and not next(iter(dtypes)).is_complex:
+        clipped, norm = tf.clip_by_global_norm(gradients, clip_norm)
+        return clipped, norm
+    norm = compute_global_norm(gradients)
+    factor = clip_norm / tf.maximum(norm, clip_norm)
+    factor += norm - norm  # an infinite norm makes all gradients NaN, as in TensorFlow
+    return multiply(list(gradients), factor), norm
 
 
 class DifferentRowsError(ValueError):
@@ -256,7 +284,7 @@ def update_pre(gradients):
     """Returns the gradients to apply, which are clipped, and those to show."""
     # They are sums over all replicas.
     gradients = [ctl.nan_to_zero(gradient) for gradient in gradients]
-    clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
+    clipped, _ = ctl.clip_by_global_norm(gradients, 10.0)
     return clipped, gradients
 
 

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.model.copies import ReplicaCopies, define_copy, list_local_components
+from ctl_core.numerics.reduction import reduce_by_dtype
 from ctl_core.numerics.variables import unwrap
 from ctl_core.types import Variable
 
@@ -74,9 +75,8 @@ class MovingStatistics:
         self._strategy.run(self._average_on_replica)
 
     def _average_on_replica(self) -> None:
-        context = tf.distribute.get_replica_context()
         values = [statistic.read_value() for statistic in self._statistics]
-        means = context.all_reduce(tf.distribute.ReduceOp.MEAN, values)
+        means = reduce_by_dtype(tf.distribute.ReduceOp.MEAN, values)
         for statistic, mean in zip(self._statistics, means, strict=True):
             statistic.assign(mean)
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.cluster.task import are_others_there
-from ctl_core.compat import leave_constants_unchecked
+from ctl_core.compat import check_float8, leave_constants_unchecked
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
 from ctl_core.run import errors
@@ -99,7 +99,7 @@ def check_numerics(is_wanted: bool) -> Iterator[None]:
     # whole stack of an op is read from its graph instead.
     tf.debugging.enable_check_numerics(stack_height_limit=1)
     try:
-        with leave_constants_unchecked():
+        with leave_constants_unchecked(), check_float8():
             yield
     finally:
         tf.debugging.disable_check_numerics()

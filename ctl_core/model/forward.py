@@ -40,6 +40,8 @@ from ctl_core.numerics.reduction import (
     decode_sum,
     encode_for_sum,
     multiply,
+    reduce_by_dtype,
+    select,
     sum_over_replicas,
 )
 from ctl_core.numerics.variables import cast_to_float32, name_variable
@@ -567,7 +569,7 @@ def _scale_changes(
             has_mean_share = ratio == 1.0  # R / N rows: rounding must not change the statistic
             scaled = value + stretch * (after - value)
             after = tf.where(has_mean_share, after, scaled)
-        written.variable.assign(tf.where(rows > 0, after, value))
+        written.variable.assign(select(rows > 0, after, value))
 
 
 def _share_first_values(components: Components, present: tf.Tensor) -> None:
@@ -581,7 +583,7 @@ def _share_first_values(components: Components, present: tf.Tensor) -> None:
     context = tf.distribute.get_replica_context()
     is_first = tf.equal(context.replica_id_in_sync_group, 0)
     values = [keep_if(is_first, encode_for_sum(variable.read_value())) for variable in shared]
-    first_values = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+    first_values = reduce_by_dtype(tf.distribute.ReduceOp.SUM, values)
     for variable, first_value in zip(shared, first_values, strict=True):
         value = variable.read_value()
-        variable.assign(tf.where(present, value, decode_sum(first_value, value.dtype)))
+        variable.assign(select(present, value, decode_sum(first_value, value.dtype)))

@@ -24,6 +24,7 @@ from ctl_core.model.components import SINGLE_OBJECTIVE, StepContext, TraceContex
 from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.forward import compute_objectives, run_model, weigh_batch
 from ctl_core.model.state import State
+from ctl_core.numerics.not_finite import compute_global_norm
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.run.console import Console
 from ctl_core.types import Batch
@@ -247,7 +248,8 @@ def _measure_gradients(context: StepContext, batches: list[Batch]) -> dict[str, 
     norms = {}
     for objective, total in totals.items():
         gradients = tape.gradient(total, tried[0][objective].variables)
-        norms[objective] = tf.cast(tf.linalg.global_norm(gradients), tf.float64) ** 2
+        norm = compute_global_norm(gradient for gradient in gradients if gradient is not None)
+        norms[objective] = tf.cast(norm, tf.float64) ** 2
     return norms
 
 

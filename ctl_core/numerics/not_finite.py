@@ -6,12 +6,14 @@ In float16, an update with such gradients is skipped. The loss is scaled so that
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from ctl_core.numerics.reduction import is_float8
 from ctl_core.numerics.variables import create_scalar
 from ctl_core.types import Gradient
 
@@ -65,17 +67,77 @@ def are_numbers(gradients: Iterable[Gradient]) -> tf.Tensor:
     """Returns whether no gradient, dense or sparse, contains NaN, as a bool scalar.
 
     A norm is NaN if and only if an entry is NaN. If ``update_pre`` clips by the global norm, this
-    function costs nothing, because TensorFlow computes equal ops of a graph only once. Complex
-    gradients are not checked.
+    function costs nothing, because TensorFlow computes equal ops of a graph only once.
     """
-    by_dtype: dict[tf.DType, list[Gradient]] = {}
-    for gradient in gradients:
-        if gradient.dtype.is_floating:
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    norms = [tf.cast(tf.linalg.global_norm(group), tf.float32) for group in by_dtype.values()]
+    norms = [tf.cast(norm, tf.float32) for norm in _compute_norms(gradients)]
     if not norms:
         return tf.constant(True)
     return ~tf.math.is_nan(tf.add_n(norms))
+
+
+def compute_global_norm(gradients: Iterable[Gradient]) -> tf.Tensor:
+    """Returns the norm of all entries of gradients, which may be dense, sparse or complex.
+
+    Args:
+        gradients: the gradients, of any floating-point or complex dtypes
+
+    Returns:
+        A scalar. If all gradients have the same dtype, it has this dtype, or that of the parts of
+        a complex number; otherwise float64.
+    """
+    gradients = list(gradients)
+    norms = _compute_norms(gradients)
+    if len(norms) == 1:
+        return norms[0]
+    if len(norms) > 1:  # norms in bfloat16 would be too rough
+        norms = _compute_norms(map(_cast_bfloat16, gradients))
+    return tf.linalg.global_norm([tf.cast(norm, tf.float64) for norm in norms])
+
+
+def _cast_bfloat16(gradient: Gradient) -> Gradient:
+    if gradient.dtype != tf.bfloat16:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = gradient.values
+    return tf.cast(gradient, tf.float32)
+
+
+def _compute_norms(gradients: Iterable[Gradient]) -> list[tf.Tensor]:
+    """Returns a norm for each floating-point dtype of the gradients; others are ignored.
+
+    The real and the imaginary part of a complex gradient count as two gradients.
+    """
+    by_dtype: dict[tf.DType, list[Gradient]] = {}
+    for gradient in gradients:
+        for part in _split_complex(gradient):
+            if part.dtype.is_floating:
+                by_dtype.setdefault(part.dtype, []).append(part)
+    return [tf.linalg.global_norm(group) for group in by_dtype.values()]
+
+
+def _split_complex(gradient: Gradient) -> list[Gradient]:
+    """Returns the real and the imaginary part of a complex gradient, or a real gradient itself."""
+    if not gradient.dtype.is_complex:
+        return [gradient]
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = gradient.values
+    return [tf.math.real(gradient), tf.math.imag(gradient)]
+
+
+def is_finite(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns whether all entries of a real or complex tensor are finite, as a bool scalar."""
+    return tf.reduce_all(find_finite_entries(tensor))
+
+
+def find_finite_entries(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns for each entry of a real or complex tensor whether it is finite."""
+    if is_float8(tensor.dtype):  # TensorFlow has no op for them
+        tensor = tf.cast(tensor, tf.float32)
+    first, *others = _split_complex(tensor)
+    are_finite = tf.math.is_finite(first)
+    for part in others:
+        are_finite &= tf.math.is_finite(part)
+    return are_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,5 +236,6 @@ class LossScale:
 def are_finite(gradients: Iterable[Gradient]) -> tf.Tensor:
     """Returns whether every entry of all gradients is finite, as a bool scalar."""
     tensors = tf.nest.flatten(gradients, expand_composites=True)
-    floating = [tensor for tensor in tensors if tensor.dtype.is_floating]
+    parts = itertools.chain(*map(_split_complex, tensors))
+    floating = [part for part in parts if part.dtype.is_floating]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in floating])

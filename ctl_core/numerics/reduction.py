@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,14 @@ from ctl_core.types import (
 # The fields of a contribution that are not added up: each replica and each micro-batch has its own
 # value.
 PIECES = ("output", "batch")
+# The integers that represent quantized numbers.
+_QUANTIZED = {
+    tf.qint8: tf.int8,
+    tf.quint8: tf.uint8,
+    tf.qint16: tf.int16,
+    tf.quint16: tf.uint16,
+    tf.qint32: tf.int32,
+}
 
 
 class Contribution(NamedTuple):
@@ -49,7 +57,7 @@ class Contribution(NamedTuple):
 
 
 def sum_over_replicas(values: Structure, replicas: int) -> Structure:
-    """Sums a structure of tensors over the replicas with a single all-reduce.
+    """Sums a structure of tensors over the replicas with a single all-reduce for each dtype.
 
     Must be called in a replica context. The sum of sparse tensors contains the rows of all
     replicas, see ``merge_rows``.
@@ -63,7 +71,46 @@ def sum_over_replicas(values: Structure, replicas: int) -> Structure:
     context = tf.distribute.get_replica_context()
     if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
         values = tf.nest.map_structure(_fix_shape, values)
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+    flat = tf.nest.flatten(values)
+    summed = reduce_by_dtype(tf.distribute.ReduceOp.SUM, [_split(value) for value in flat])
+    merged = [_merge(value, total) for value, total in zip(flat, summed, strict=True)]
+    return tf.nest.pack_sequence_as(values, merged)
+
+
+def reduce_by_dtype(
+    reduce_op: tf.distribute.ReduceOp, values: Sequence[Gradient]
+) -> list[Gradient]:
+    """Reduces tensors over the replicas, with an all-reduce for each dtype.
+
+    Must be called in a replica context. In a cluster, TensorFlow joins the tensors of an
+    all-reduce, which is not possible if they differ in dtype.
+    """
+    context = tf.distribute.get_replica_context()
+    reduced: dict[int, Gradient] = {}
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        group = {index: value for index, value in enumerate(values) if value.dtype == dtype}
+        reduced |= context.all_reduce(reduce_op, group)
+    return [reduced[index] for index in range(len(values))]
+
+
+def _split(value: Gradient) -> Gradient:
+    """Stacks the real and imaginary parts of complex gradients, which no collective can sum."""
+    if not value.dtype.is_complex:
+        return value
+    if isinstance(value, tf.IndexedSlices):
+        shape = tf.concat([value.dense_shape, [2]], 0)
+        return tf.IndexedSlices(encode_for_sum(value.values), value.indices, shape)
+    return encode_for_sum(value)
+
+
+def _merge(value: Gradient, summed: Gradient) -> Gradient:
+    """Converts the sum of the results of ``_split`` back to the dtype of a gradient."""
+    if not value.dtype.is_complex:
+        return summed
+    if isinstance(summed, tf.IndexedSlices):
+        values = decode_sum(summed.values, value.dtype)
+        return tf.IndexedSlices(values, summed.indices, value.dense_shape)
+    return decode_sum(summed, value.dtype)
 
 
 def merge_rows(values: Structure, compiled: bool) -> Structure:
@@ -134,10 +181,12 @@ def encode_for_sum(value: tf.Tensor) -> tf.Tensor:
 
     Every all-reduce supports these three dtypes. NCCL does not support bool, complex numbers or
     small integers. TensorFlow sums int32 on the host, and separately from all other dtypes. The
-    real and imaginary parts of complex numbers are stacked along a new last axis. Strings cannot be
-    converted.
+    real and imaginary parts of complex numbers are stacked along a new last axis. Quantized numbers
+    become the integers that represent them. Strings cannot be converted.
     """
     dtype = value.dtype
+    if dtype in _QUANTIZED:
+        return tf.cast(tf.bitcast(value, _QUANTIZED[dtype]), tf.int64)
     if dtype.is_complex:
         return tf.stack([tf.math.real(value), tf.math.imag(value)], axis=-1)
     if dtype == tf.uint64:  # its largest numbers do not fit into int64
@@ -151,11 +200,30 @@ def encode_for_sum(value: tf.Tensor) -> tf.Tensor:
 
 def decode_sum(encoded: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Converts the result of ``encode_for_sum``, or a sum of such results, back to a dtype."""
+    if dtype in _QUANTIZED:
+        return tf.bitcast(tf.cast(encoded, _QUANTIZED[dtype]), dtype)
     if dtype.is_complex:
         return tf.complex(encoded[..., 0], encoded[..., 1])
     if dtype == tf.uint64:
         return tf.bitcast(encoded, tf.uint64)
     return tf.cast(encoded, dtype)
+
+
+def is_float8(dtype: tf.DType) -> bool:
+    """Returns True for the dtypes of one byte, which few ops of TensorFlow support."""
+    return bool(dtype.is_floating and dtype.size == 1)
+
+
+def select(condition: tf.Tensor, value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """Returns ``value`` where a condition is True, and ``other`` elsewhere, like ``tf.where``.
+
+    ``tf.where`` does not support quantized numbers or float8.
+    """
+    dtype = value.dtype
+    if dtype in _QUANTIZED or is_float8(dtype):
+        chosen = tf.where(condition, encode_for_sum(value), encode_for_sum(other))
+        return decode_sum(chosen, dtype)
+    return tf.where(condition, value, other)
 
 
 def multiply(values: Structure, factor: tf.Tensor) -> Structure:

@@ -58,7 +58,7 @@ def trainable_variables(model: UserObject) -> list[Variable]:
     for item in walk(model):
         if isinstance(item, keras.Layer):
             variables |= {id(unwrap(variable)): variable for variable in item.trainable_variables}
-        elif item.trainable and item.dtype.is_floating:
+        elif item.trainable and (item.dtype.is_floating or item.dtype.is_complex):
             variables.setdefault(id(item), item)
     return list(variables.values())
 

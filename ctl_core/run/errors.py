@@ -48,6 +48,9 @@ _CURES = {
     r"object has no attribute 'numpy'": (
         "a tensor in a graph has no value: use TensorFlow ops, or a host hook"
     ),
+    r"parameter 't' has DataType complex": (  # raised by tf.nn.l2_loss
+        "TensorFlow computes no norm of complex tensors: use ctl.clip_by_global_norm"
+    ),
     r"label value of -?\d+ which is outside the valid range": (
         "the model needs one output per class, and labels start at 0"
     ),

@@ -120,7 +120,7 @@ def update_pre(gradients):
     """Returns the gradients to apply, which are clipped, and those to show."""
     # They are sums over all replicas.
     gradients = [ctl.nan_to_zero(gradient) for gradient in gradients]
-    clipped, _ = tf.clip_by_global_norm(gradients, 10.0)
+    clipped, _ = ctl.clip_by_global_norm(gradients, 10.0)
     return clipped, gradients
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from packaging.requirements import Requirement
+from tensorflow.python.ops import collective_ops
 
 from ctl_core import compat
 from ctl_core.compat import versions
@@ -477,6 +478,54 @@ def test_a_constant_that_is_not_used_is_left_unchecked() -> None:
                     tf.function(add_nan)(tf.constant(1.0))
         finally:
             tf.debugging.disable_check_numerics()
+
+
+def test_the_check_for_nan_accepts_float8() -> None:
+    float8 = tf.dtypes.experimental.float8_e4m3fn
+
+    def read(value: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tf.identity(tf.cast(value, float8)), tf.float32)
+
+    tf.debugging.enable_check_numerics()
+    try:
+        with compat.check_float8():
+            assert float(tf.function(read)(tf.constant(1.5))) == 1.5
+            with pytest.raises(tf.errors.InvalidArgumentError, match="NaN"):
+                tf.function(read)(tf.constant(float("nan")))
+    finally:
+        tf.debugging.disable_check_numerics()
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.int8, tf.bfloat16, tf.complex64, tf.string])
+def test_initial_values_of_any_dtype_are_sent(
+    monkeypatch: pytest.MonkeyPatch, dtype: tf.DType
+) -> None:
+    """A mock replaces the collectives, which send only some dtypes, and the published strings."""
+    sent: dict[Any, Any] = {}
+
+    def send(value: tf.Tensor, shape: Any, dtype: tf.DType, *keys: int) -> None:
+        assert (value.shape, value.dtype) == (shape, dtype) and dtype == tf.float32
+        sent[keys] = value
+
+    def receive(shape: Any, dtype: tf.DType, *keys: int) -> tf.Tensor:
+        assert (sent[keys].shape, sent[keys].dtype) == (shape, dtype)
+        return sent[keys]
+
+    monkeypatch.setattr(collective_ops, "broadcast_send", send)
+    monkeypatch.setattr(collective_ops, "broadcast_recv", receive)
+    monkeypatch.setattr(compat.distribution, "publish", sent.__setitem__)
+    monkeypatch.setattr(compat.distribution, "read_published", lambda key, _: sent[key])
+    monkeypatch.setattr(compat.distribution, "_PIECE", 7)
+    value = tf.constant(["", "a b", "\xe9"]) if dtype == tf.string else tf.cast([0, 1, 3], dtype)
+
+    def encode(value: tf.Tensor) -> tf.Tensor:
+        return tf.cast(value, tf.float32)
+
+    with compat.broadcast_any_dtype(encode, tf.cast):
+        collective_ops.broadcast_send(value, value.shape, dtype, 2, 1, 5)
+        received = collective_ops.broadcast_recv(value.shape, dtype, 2, 1, 5)
+    assert received.dtype == dtype
+    assert bool(tf.reduce_all(received == value))
 
 
 def test_objects_of_a_checkpoint_are_listed(tmp_path: Path) -> None:
