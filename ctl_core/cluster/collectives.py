@@ -3,7 +3,7 @@
 ``all_gather`` and ``all_reduce`` work across devices as well as across processes, and gradients
 flow through them. On a single replica, they return their argument. If a replica has no rows of a
 batch, it computes on a placeholder batch, which these functions ignore: see
-cluster/replica_contexts.py.
+cluster/replica_contexts.py. cluster/exchange.py handles the types of the values.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl_core.cluster import exchange
 from ctl_core.types import Count, PerReplica, Structure
 
 # The number of logical replicas of the current run; None if the run does not use them.
@@ -144,30 +145,40 @@ def all_gather(value: Structure, axis: int = 0) -> Structure:
     from ``grad_pre``, or return only the loss of the replica's own examples.
 
     Args:
-        value: a tensor or a structure of tensors; their shapes may differ between replicas, but
-            only along ``axis``
+        value: a tensor or a structure of tensors of any dtype, with at least one axis; their shapes
+            may differ between replicas, but only along ``axis``. Ragged and sparse tensors are
+            concatenated along axis 0.
         axis: the axis along which the values are concatenated
     """
     # TensorFlow needs tensors with a device, but a tensor taken directly from a batch has none. The
     # identity op also marks the exchange in the graph of a single replica: see model/loss_calls.py.
     value = tf.nest.map_structure(tf.identity, value)
+    for leaf in tf.nest.flatten(value):
+        exchange.check_gather(leaf, axis)
     # AutoGraph converts this function, and does not support the walrus operator.
     context = _find_shared_context()
     if context is None:
         return value
-    return tf.nest.map_structure(lambda tensor: context.all_gather(tensor, axis), value)
+    return tf.nest.map_structure(lambda leaf: exchange.gather(context, leaf, axis), value)
 
 
 def all_reduce(value: Structure, op: str = "sum") -> Structure:
-    """Returns the sum or the mean of floating-point tensors over all replicas.
+    """Returns the sum, the mean, the maximum or the minimum of tensors over all replicas.
+
+    The gradient of a maximum goes to the replica that has it, and to equal parts if several
+    replicas have the same value.
 
     Args:
-        value: a tensor or a structure of tensors
-        op: "sum" or "mean"; the mean weights each replica by its number of rows of the batch
+        value: a tensor or a structure of tensors of numbers, with the same shape on each replica
+        op: "sum", "mean", "max" or "min". The mean weights each replica by its number of rows of
+            the batch, and requires floating-point or complex numbers. "max" and "min" require real
+            numbers.
     """
-    reduce_op = tf.distribute.ReduceOp[op.upper()]
+    operation = str(getattr(op, "value", op)).lower()  # op may be a tf.distribute.ReduceOp
     value = tf.nest.map_structure(tf.identity, value)
+    for leaf in tf.nest.flatten(value):
+        exchange.check_reduce(leaf, operation)
     context = _find_shared_context()
     if context is None:
         return value
-    return context.all_reduce(reduce_op, value)
+    return exchange.reduce(context, value, operation)

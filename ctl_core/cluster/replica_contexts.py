@@ -194,8 +194,8 @@ class RowWeighted(InnerContext):
         self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
     ) -> Structure:
         """Returns the sum over the replicas that have rows, or the mean over all their rows."""
-        is_sum = getattr(reduce_op, "value", reduce_op).upper() == "SUM"
-        if is_sum:
+        reduce_op = tf.distribute.ReduceOp(getattr(reduce_op, "value", reduce_op).upper())
+        if reduce_op is tf.distribute.ReduceOp.SUM:
             return self._sum(value, options)
         return tf.nest.map_structure(lambda tensor: self._average(tensor, options), value)
 
@@ -203,7 +203,8 @@ class RowWeighted(InnerContext):
         masked = tf.nest.map_structure(self._mask, value)
         return super().all_reduce(tf.distribute.ReduceOp.SUM, masked, options)
 
-    def _average(self, value: tf.Tensor, options: Options) -> tf.Tensor:
+    def _average(self, value: Gradient, options: Options) -> tf.Tensor:
+        value = tf.convert_to_tensor(value)  # it may be tf.IndexedSlices
         weight = tf.cast(self._rows, value.dtype)
         total, total_weight = self._sum([value * weight, weight], options)
         return total / total_weight

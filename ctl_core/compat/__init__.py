@@ -21,7 +21,8 @@ function that uses the name must then be corrected.
     distribution.py  which replica writes summaries; the context of an update; the resource of a
                      writer; float and int of a DistributedVariable; how a process joins a cluster
                      and creates its devices; the strings that processes publish; how the replicas
-                     of all processes gather a tensor, and get the initial value of a variable
+                     of all processes gather a tensor, and get the initial value of a variable; how
+                     collectives are numbered
     checkpoints.py   Trackable and the object graph of a checkpoint; Checkpoint: _write;
                      CheckpointManager: _max_to_keep, _checkpoint
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
@@ -63,6 +64,7 @@ from ctl_core.compat.distribution import (
     enter_replica_context,
     enter_update,
     gather_from_replicas,
+    let_sizes_vary,
     list_cpu_devices,
     mute_other_summaries,
     publish,
@@ -148,6 +150,7 @@ __all__ = [
     "keep_op_seed",
     "leave_constants_unchecked",
     "leave_creator_scopes",
+    "let_sizes_vary",
     "list_cpu_devices",
     "list_gpu_ops",
     "list_stages",

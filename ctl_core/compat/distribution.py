@@ -5,11 +5,16 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_lib
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    cross_device_utils,
+    distribute_lib,
+)
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
 from tensorflow.python.ops import collective_ops, summary_ops_v2
@@ -155,6 +160,52 @@ def gather_from_replicas(value: tf.Tensor) -> tf.Tensor:
     launcher = cross_device_ops._launchers[replica_context._replica_id]
     options = tf.distribute.experimental.CommunicationOptions()
     return launcher._all_gather(value, options)
+
+
+class _Collective(threading.local):
+    """The tensor that this thread passes to a collective, if its shape varies; otherwise None."""
+
+    varying: tf.Tensor | None = None
+
+
+_collective = _Collective()
+# Numbers of collectives that belong to different sizes differ by multiples of this number.
+_NUMBERS_OF_SIZE = 2**18
+# A prime, so that sizes of different steps rarely have the same remainder.
+_SIZES = 16381
+
+
+@contextlib.contextmanager
+def let_sizes_vary() -> Iterator[None]:
+    """Lets the size of a tensor that processes exchange vary between the steps of a graph call.
+
+    TensorFlow identifies a collective by a number, and requires the same shape whenever the number
+    is used in a graph call. Here, the number also depends on the size.
+    """
+    launcher = cross_device_utils.CollectiveReplicaLauncher
+    of_gather = wrap_function(launcher, "_all_gather", _call_collective)
+    of_reduce = wrap_function(launcher, "all_reduce", _call_collective)
+    of_number = wrap_function(launcher, "_next_instance_key", _number_collective)
+    with of_gather, of_reduce, of_number:
+        yield
+
+
+def _call_collective(
+    of_tensorflow: Callable[..., tf.Tensor], launcher: Any, value: tf.Tensor, *args: Any, **how: Any
+) -> tf.Tensor:
+    if value.shape.is_fully_defined():
+        return of_tensorflow(launcher, value, *args, **how)
+    with set_attributes(_collective, varying=value):
+        return of_tensorflow(launcher, value, *args, **how)
+
+
+def _number_collective(of_tensorflow: Callable[..., Any], launcher: Any) -> Any:
+    number = of_tensorflow(launcher)
+    if _collective.varying is None:
+        return number
+    with tf.device("CPU:0"):
+        size = 1 + tf.shape(_collective.varying)[0] % _SIZES
+        return tf.convert_to_tensor(number, tf.int32) + _NUMBERS_OF_SIZE * size
 
 
 def publish(key: str, text: str) -> None:

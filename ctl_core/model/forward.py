@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import find_offset_in_share, place_rows
+from ctl_core.cluster.exchange import decode_sum, encode_for_sum
 from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.compat import run_layers
 from ctl_core.hooks.defaults import note_weighted, uses_weights
@@ -37,8 +38,6 @@ from ctl_core.model.metrics import update_train_metrics
 from ctl_core.numerics.constants import split_constants
 from ctl_core.numerics.reduction import (
     Contribution,
-    decode_sum,
-    encode_for_sum,
     multiply,
     reduce_by_dtype,
     select,

@@ -21,10 +21,11 @@ from typing import NamedTuple, TypeAlias
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import distribute, has_peers
+from ctl_core.cluster.exchange import encode_for_sum
 from ctl_core.input.batches import take_rows
 from ctl_core.model.logical_exchange import gather, gather_sparse
 from ctl_core.numerics.packing import BUCKET_BYTES, Packing
-from ctl_core.numerics.reduction import encode_for_sum, join, merge_rows
+from ctl_core.numerics.reduction import join, merge_rows
 from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
 from ctl_core.types import AnyTensor, Gradient, PerReplica
 

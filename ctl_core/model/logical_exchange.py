@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from ctl_core import compat
 from ctl_core.cluster.collectives import count_local_replicas
+from ctl_core.cluster.exchange import decode_sum, encode_for_sum
 from ctl_core.input.batches import pack_elements, take_rows, unpack_element
-from ctl_core.numerics.reduction import decode_sum, encode_for_sum
 from ctl_core.types import AnyTensor
 
 

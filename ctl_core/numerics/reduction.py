@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ctl_core.cluster.exchange import decode_sum, encode_for_sum
 from ctl_core.numerics.constants import restore_constants
 from ctl_core.types import (
     AnyTensor,
@@ -23,14 +24,6 @@ from ctl_core.types import (
 # The fields of a contribution that are not added up: each replica and each micro-batch has its own
 # value.
 PIECES = ("output", "batch")
-# The integers that represent quantized numbers.
-_QUANTIZED = {
-    tf.qint8: tf.int8,
-    tf.quint8: tf.uint8,
-    tf.qint16: tf.int16,
-    tf.quint16: tf.uint16,
-    tf.qint32: tf.int32,
-}
 
 
 class Contribution(NamedTuple):
@@ -176,39 +169,6 @@ def _merge_rows_in_place(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, unique, gradient.dense_shape)
 
 
-def encode_for_sum(value: tf.Tensor) -> tf.Tensor:
-    """Converts a tensor to float32, float64 or int64 without loss, so that it can be summed.
-
-    Every all-reduce supports these three dtypes. NCCL does not support bool, complex numbers or
-    small integers. TensorFlow sums int32 on the host, and separately from all other dtypes. The
-    real and imaginary parts of complex numbers are stacked along a new last axis. Quantized numbers
-    become the integers that represent them. Strings cannot be converted.
-    """
-    dtype = value.dtype
-    if dtype in _QUANTIZED:
-        return tf.cast(tf.bitcast(value, _QUANTIZED[dtype]), tf.int64)
-    if dtype.is_complex:
-        return tf.stack([tf.math.real(value), tf.math.imag(value)], axis=-1)
-    if dtype == tf.uint64:  # its largest numbers do not fit into int64
-        return tf.bitcast(value, tf.int64)
-    if dtype.is_bool or dtype.is_integer:
-        return tf.cast(value, tf.int64)
-    if dtype == tf.float64:
-        return value
-    return tf.cast(value, tf.float32)
-
-
-def decode_sum(encoded: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Converts the result of ``encode_for_sum``, or a sum of such results, back to a dtype."""
-    if dtype in _QUANTIZED:
-        return tf.bitcast(tf.cast(encoded, _QUANTIZED[dtype]), dtype)
-    if dtype.is_complex:
-        return tf.complex(encoded[..., 0], encoded[..., 1])
-    if dtype == tf.uint64:
-        return tf.bitcast(encoded, tf.uint64)
-    return tf.cast(encoded, dtype)
-
-
 def is_float8(dtype: tf.DType) -> bool:
     """Returns True for the dtypes of one byte, which few ops of TensorFlow support."""
     return bool(dtype.is_floating and dtype.size == 1)
@@ -220,7 +180,7 @@ def select(condition: tf.Tensor, value: tf.Tensor, other: tf.Tensor) -> tf.Tenso
     ``tf.where`` does not support quantized numbers or float8.
     """
     dtype = value.dtype
-    if dtype in _QUANTIZED or is_float8(dtype):
+    if dtype.is_quantized or is_float8(dtype):
         chosen = tf.where(condition, encode_for_sum(value), encode_for_sum(other))
         return decode_sum(chosen, dtype)
     return tf.where(condition, value, other)

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from ctl_core import compat
 from ctl_core.cluster.collectives import count_logical_replicas
+from ctl_core.cluster.exchange import decode_sum, encode_for_sum
 from ctl_core.hooks.recording import record_nothing
 from ctl_core.numerics.randomness import keep_seeds
-from ctl_core.numerics.reduction import decode_sum, encode_for_sum
 from ctl_core.run.settings import Config
 
 # Keras' dtype policy outside the run that is being built or trained; None if there is no run.
@@ -93,6 +93,7 @@ def prepare_process(config: Config) -> Iterator[None]:
             compat.separate_losses(),
             compat.convert_variables(),
             compat.broadcast_any_dtype(encode_for_sum, decode_sum),
+            compat.let_sizes_vary(),
             count_logical_replicas(config.logical_replicas),
         ):
             yield

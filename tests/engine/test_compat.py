@@ -586,6 +586,8 @@ def test_cpu_devices_of_worker() -> None:
 def test_replicas_gather_tensors_in_their_order() -> None:
     """Two devices of this process gather tensors in the order of the replicas, even in a loop.
 
+    The size of the tensors may vary within the loop.
+
     No other test in this file may call a collective. TensorFlow numbers collectives, and requires
     that all collectives with the same number are of the same kind.
     """
@@ -593,19 +595,21 @@ def test_replicas_gather_tensors_in_their_order() -> None:
 
     strategy = module.CollectiveAllReduceStrategy._from_local_devices(("CPU:0", "CPU:1"))
 
-    def gather() -> tf.Tensor:
+    def gather(rows: tf.Tensor) -> tf.Tensor:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return compat.gather_from_replicas(tf.fill([1, 2], tf.cast(number + 3, tf.int64)))
+        own = tf.fill([rows, 2], tf.cast(number + 3, tf.int64))
+        with compat.let_sizes_vary():
+            return compat.gather_from_replicas(own)
 
     @tf.function
     def gather_twice() -> tf.Tensor:
-        gathered = tf.TensorArray(tf.int64, 2)
+        gathered = tf.TensorArray(tf.int64, 2, infer_shape=False)
         for index in tf.range(2):
-            results = strategy.experimental_local_results(strategy.run(gather))
+            results = strategy.experimental_local_results(strategy.run(gather, (index + 1,)))
             gathered = gathered.write(index, results[1])
-        return gathered.stack()
+        return gathered.concat()
 
-    np.testing.assert_array_equal(gather_twice(), [[[3, 3], [4, 4]]] * 2)
+    np.testing.assert_array_equal(gather_twice()[:, 0], [3, 4, 3, 3, 4, 4])
 
 
 def test_means_of_losses_are_not_divided_by_the_replicas() -> None:

@@ -221,6 +221,13 @@ def centre(output: Any, batch: Any) -> Any:
     return output - 0.5 * ctl_core.all_reduce(tf.reduce_mean(output, 0), "mean"), batch[1]
 
 
+def limit(output: Any, batch: Any) -> Any:
+    """Scales outputs by their range in the batch."""
+    highest = ctl_core.all_reduce(tf.reduce_max(output, 0), "max")
+    lowest = ctl_core.all_reduce(tf.reduce_min(output, 0), "min")
+    return output / (1.0 + highest - lowest), batch[1]
+
+
 def scale_by_mean(gradients: Any, output: Any) -> Any:
     scale = 1 + ctl_core.all_reduce(tf.reduce_mean(output), "mean")
     return [scale * gradient for gradient in gradients], gradients
@@ -280,6 +287,7 @@ class Switches(keras.layers.Layer):
 CASES: dict[str, dict[str, Any]] = {
     "simclr": {"create_loss": simclr.create_loss, "loss_pre": make_views},
     "mean": {"loss_pre": centre},
+    "maximum": {"loss_pre": limit},
     "mean in update_pre": {"update_pre": scale_by_mean},
     "places in update_pre": {"update_pre": find_own_rows},
     "layers": {"create_model": with_norm},
@@ -287,7 +295,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-LOSSES = ("simclr", "mean")  # these losses use collectives
+LOSSES = ("simclr", "mean", "maximum")  # these losses use collectives
 WAYS = [
     (case, accumulate)
     for case in CASES
@@ -296,7 +304,9 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "accumulate"), small.slow_but(("layers", 1), of=WAYS))
+@pytest.mark.parametrize(
+    ("case", "accumulate"), small.slow_but(("layers", 1), ("maximum", 1), of=WAYS)
+)
 @pytest.mark.parametrize("examples", small.slow_but(33, of=(33, 45)))
 def test_last_batches_of_few_rows(
     train: engine.Train, case: str, examples: int, accumulate: int

@@ -14,7 +14,7 @@ from tests.golden.reference import RATE
 pytestmark = pytest.mark.cluster
 
 NAMES = ("transformer", "wgan_gp", "multi_task", "mixed_precision", "codebook", "simclr",
-         "batch_norm", "every_dtype")  # fmt: skip
+         "batch_norm", "every_dtype", "exchanges")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

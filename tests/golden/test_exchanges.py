@@ -1,0 +1,55 @@
+"""Values that replicas cannot exchange are refused in the same words on any number of devices."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import ctl_core
+from ctl_core import all_gather, all_reduce
+from tests.golden import engine, small
+from tests.golden.test_any_batch import train_on
+
+
+def to_ragged(inputs: Any) -> tf.RaggedTensor:
+    return tf.RaggedTensor.from_tensor(inputs)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a scalar": (lambda x: all_gather(tf.reduce_max(x)), r"all_gather .*scalar.* \[1\]"),
+    "no such axis": (lambda x: all_gather(x, 2), "all_gather .*axis=2 .* 2 axes"),
+    "columns of ragged rows": (lambda x: all_gather(to_ragged(x), 1), "all_gather .*axis 0 only"),
+    "the mean of integers": (
+        lambda x: all_reduce(tf.reduce_sum(tf.cast(x, tf.int32)), "mean"),
+        "all_reduce got int32 for a mean.*float32",
+    ),
+    "the sum of booleans": (lambda x: all_reduce(x > 0), "all_reduce .*bool; cast it to int32"),
+    "the sum of strings": (lambda x: all_reduce(tf.strings.as_string(x)), "string; use all_gather"),
+    "the sum of ragged rows": (lambda x: all_reduce(to_ragged(x)), "all_reduce .*ragged tensor"),
+    "a complex maximum": (
+        lambda x: all_reduce(tf.cast(x, tf.complex64), "max"),
+        "all_reduce got complex64 .*no order",
+    ),
+    "an unknown operation": (lambda x: all_reduce(x, "median"), '"median"; .*"sum", .*"min"'),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exchanged(train: engine.Train, name: str) -> None:
+    exchange, words = REFUSED[name]
+
+    def loss_pre(output: Any, batch: Any) -> Any:
+        exchange(batch[0])
+        return output, batch[1]
+
+    messages = []
+    for devices in (1, 3):
+        with pytest.raises(ctl_core.SetupError) as raised:
+            train_on(train, small.hooks(loss_pre=loss_pre), devices, 16, steps=1)
+        messages.append(str(raised.value).partition(" [batch: ")[0])
+    assert messages[0] == messages[1]
+    assert len(messages[0].split()) <= 30
+    pattern = rf"loss_pre \(test_exchanges.py:\d+\): .*{words}"
+    assert re.match(pattern, messages[0]), messages[0]
