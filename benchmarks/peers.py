@@ -103,7 +103,7 @@ def fit(
         if (batch + 1) % every == 0:
             float(logs["loss"])
 
-    def stop(epoch: int, logs: Any) -> None:
+    def stop(_epoch: int, _logs: Any) -> None:
         pace.stop()
 
     with strategy.scope():
@@ -160,7 +160,7 @@ def textbook(work: Workload, strategy: tf.distribute.Strategy, every: int, pace:
             pace.stop()
 
 
-def floor(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
+def floor(work: Workload, _: tf.distribute.Strategy, _every: int, pace: Pace) -> None:
     """Trains with a bare loop in the graph, whose batches are already in memory."""
     model = work.create_model()
     optimizer = work.create_opt(LEARNING_RATE)
@@ -180,10 +180,10 @@ def floor(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pa
     _loop_in_graph(take, pace)
 
 
-def drain(work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace) -> None:
+def drain(work: Workload, _: tf.distribute.Strategy, _every: int, pace: Pace) -> None:
     """Measures the input: reads batches in a loop in the graph, and trains nothing."""
     iterator = iter(work.endless())
-    _loop_in_graph(lambda step: next(iterator), pace)
+    _loop_in_graph(lambda _: next(iterator), pace)
 
 
 def _loop_in_graph(take: Callable[[Any], Any], pace: Pace) -> None:

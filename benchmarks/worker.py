@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -83,7 +83,7 @@ def steps(
     paces = {
         name: Pace(loop, work.segment_of(name in paced_as_compiled)) for name, loop in loops.items()
     }
-    yield from _rounds(work.name, devices, every, paces, rounds, work.tolerance)
+    yield from _rounds(Title(work.name, devices, every), paces, rounds, work.tolerance)
 
 
 def _fits(name: str, device: str, work: Workload, devices: int, every: int) -> bool:
@@ -116,10 +116,16 @@ def _strategy(devices: int) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(names, tf.distribute.ReductionToOneDevice())
 
 
+class Title(NamedTuple):
+    """What is timed: the workload, the devices, and after how many steps the loss is read."""
+
+    name: str
+    devices: int
+    every: int
+
+
 def _rounds(
-    name: str,
-    devices: int,
-    every: int,
+    title: Title,
     paces: dict[str, Pace],
     rounds: int,
     tolerance: float,
@@ -131,14 +137,14 @@ def _rounds(
         begun = time.perf_counter()
         pace.advance()
         seconds = time.perf_counter() - begun
-        note = f"{name}, {devices} devices, {peer}: {seconds:.1f} s to begin"
+        note = f"{title.name}, {title.devices} devices, {peer}: {seconds:.1f} s to begin"
         print(note, file=sys.stderr, flush=True)
         if pace.weights is not None:
             reference = reference or pace.weights()
-            check_equal(pace.weights(), reference, f"{name}: {peer}", tolerance)
+            check_equal(pace.weights(), reference, f"{title.name}: {peer}", tolerance)
     timed(paces, warm)
     for peer, measured in timed(paces, rounds).items():
-        yield Timing(name, devices, every, peer, measured)
+        yield Timing(*title, peer, measured)
     for pace in paces.values():
         pace.end()
     gc.collect()
@@ -161,7 +167,7 @@ def evaluation(rounds: int, *workloads: Workload) -> Iterator[Timing]:
         }
         paces = {name: Pace(loop, EVALUATED) for name, loop in loops.items()}
         title = f"evaluation of {work.name}"
-        yield from _rounds(title, 1, 0, paces, rounds, work.tolerance)
+        yield from _rounds(Title(title, 1, 0), paces, rounds, work.tolerance)
 
 
 def _evaluated(work: Workload, batch_size: int) -> tf.data.Dataset:
@@ -207,7 +213,7 @@ def checkpoints(rounds: int, work: Workload) -> Iterator[Timing]:
     # The segments with the first two checkpoints of a run are not timed, because graphs are traced
     # for them.
     title = f"checkpoints of {work.name}"
-    yield from _rounds(title, 1, 50, paces, rounds, work.tolerance, warm=2)
+    yield from _rounds(Title(title, 1, 50), paces, rounds, work.tolerance, warm=2)
 
 
 def logical(rounds: int, devices: int, *workloads: Workload) -> Iterator[Timing]:
@@ -229,7 +235,7 @@ def logical(rounds: int, devices: int, *workloads: Workload) -> Iterator[Timing]
             for name, loop in loops.items()
         }
         title = f"{work.name}, exact"
-        yield from _rounds(title, devices, 50, paces, rounds, work.tolerance)
+        yield from _rounds(Title(title, devices, 50), paces, rounds, work.tolerance)
 
 
 def memory(warm: int = 2000, steps_between: int = 20_000) -> Memory:

@@ -97,7 +97,8 @@ def bucket_by_length(
         length_of: returns the length of an example; called with the parts of the example
         boundaries: the lengths at which the next bucket begins, in increasing order
         global_batch_size: the number of examples in a batch
-        padded_shapes, padding_values: see ``Dataset.padded_batch``
+        padded_shapes: see ``Dataset.padded_batch``
+        padding_values: see ``Dataset.padded_batch``
     """
     return dataset.bucket_by_sequence_length(
         lambda *example: tf.cast(length_of(*example), tf.int32),

@@ -55,7 +55,7 @@ def _read_variable(loader: _Loader, node: yaml.SequenceNode) -> str:
     return os.environ.get(name, default)
 
 
-_Loader.add_multi_constructor("tag:", lambda loader, suffix, node: None)
+_Loader.add_multi_constructor("tag:", lambda _loader, _suffix, _node: None)
 _Loader.add_constructor("!ENV", _read_variable)
 
 

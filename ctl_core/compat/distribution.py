@@ -48,11 +48,11 @@ def convert_variables() -> Iterator[None]:
         yield
 
 
-def _convert_to_float(of_tensorflow: Callable[..., float] | None, variable: tf.Variable) -> float:
+def _convert_to_float(_: Callable[..., float] | None, variable: tf.Variable) -> float:
     return float(variable.numpy())
 
 
-def _convert_to_int(of_tensorflow: Callable[..., int] | None, variable: tf.Variable) -> int:
+def _convert_to_int(_: Callable[..., int] | None, variable: tf.Variable) -> int:
     return int(variable.numpy())
 
 
@@ -330,7 +330,7 @@ def list_cpu_devices(count: int) -> Scope:
 
     def initialize_devices(
         _: tf.distribute.StrategyExtended,
-        resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        _resolver: tf.distribute.cluster_resolver.ClusterResolver,
         worker: str,
     ) -> tuple[tuple[str, ...], str]:
         return tuple(f"{worker}/device:CPU:{index}" for index in range(count)), "CPU"

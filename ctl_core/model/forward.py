@@ -528,7 +528,9 @@ def settle_written(
         contribution: the result of ``forward_backward``
         before: the values of the written variables before ``forward_backward``, see
             ``read_written``
-        rows, present, together: the fields of the replica's share, see ``batches.Share``
+        rows: the number of rows of the replica, see ``batches.Share``
+        present: whether the replica has any rows, see ``batches.Share``
+        together: the number of rows of all replicas, see ``batches.Share``
 
     Returns:
         The contribution, without the rows of a placeholder batch.

@@ -555,7 +555,7 @@ def test_texts_are_published_and_read_by_the_coordination_service(
     """A mock replaces the service here; tests/engine/test_cluster.py uses a real service."""
     published: dict[str, str] = {}
 
-    def read(key: str, timeout_in_ms: int) -> str:
+    def read(key: str, _timeout_in_ms: int) -> str:
         if key not in published:
             raise tf.errors.DeadlineExceededError(None, None, "GetKeyValue() timed out")
         return published[key]

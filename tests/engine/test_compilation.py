@@ -91,7 +91,7 @@ def write_summary(gradients: Any) -> Any:
     return gradients, gradients
 
 
-def different_widths(per_replica_batch_size: int) -> tf.data.Dataset:
+def different_widths(per_replica_batch_size: int) -> tf.data.Dataset:  # noqa: ARG001  (hooks take values by name)
     """Returns batches of different widths, like sentences that are padded to the longest one."""
 
     def make_batch(width: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -265,7 +265,7 @@ def create_source() -> keras.Model:
     return create_classifier(1)
 
 
-def fill_head(shape: Any, dtype: Any = None) -> Any:
+def fill_head(shape: Any, dtype: Any = None) -> Any:  # noqa: ARG001  (Keras passes both by name)
     """Returns initial values that depend only on the shape."""
     return np.random.default_rng(2).normal(scale=0.3, size=shape).astype("float32")
 

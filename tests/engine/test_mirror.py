@@ -122,7 +122,8 @@ def fetch() -> int | None:
 # ---- Copying and fetching -----------------------------------------------------------------------
 
 
-def test_newest_checkpoints_and_the_best_one_are_kept(place: Path) -> None:
+@pytest.mark.usefixtures("place")
+def test_newest_checkpoints_and_the_best_one_are_kept() -> None:
     for step in range(1, 7):
         save(step, best=min(step, 2))
         copy(step, best=min(step, 2))
@@ -136,14 +137,16 @@ def test_newest_checkpoints_and_the_best_one_are_kept(place: Path) -> None:
     assert [Path(path).name for path in state.all_model_checkpoint_paths] == ["ckpt-6"]
 
 
-def test_best_one_is_copied_if_its_own_copy_has_failed(place: Path) -> None:
+@pytest.mark.usefixtures("place")
+def test_best_one_is_copied_if_its_own_copy_has_failed() -> None:
     save(1, best=1)
     save(2, best=1)
     copy(2, best=1)
     assert list_saved_steps(Path("there/a/ckpt")) == [2, 1]
 
 
-def test_later_steps_of_an_abandoned_past_are_removed(place: Path) -> None:
+@pytest.mark.usefixtures("place")
+def test_later_steps_of_an_abandoned_past_are_removed() -> None:
     """A run that was restarted from an earlier step must not resume from an old later step."""
     for step in (1, 2, 3):
         save(step)
@@ -189,9 +192,8 @@ def test_run_does_not_start_if_the_newer_checkpoint_cannot_be_fetched(
     monkeypatch.undo()
 
 
-def test_damaged_checkpoint_gives_way_to_the_one_before(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("place")
+def test_damaged_checkpoint_gives_way_to_the_one_before(capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2, 3):
         save(step)
         copy(step)
@@ -227,9 +229,8 @@ def test_bit_flip_in_the_mirror_is_found(
     assert fetch() == 3
 
 
-def test_checkpoint_of_another_engine_is_refused(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("place")
+def test_checkpoint_of_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     save(1)
     copy(1)
     lose_machine()
@@ -239,7 +240,8 @@ def test_checkpoint_of_another_engine_is_refused(
     assert list_saved_steps(Path("runs/a/ckpt")) == []
 
 
-def test_newer_of_the_two_places_is_used(place: Path) -> None:
+@pytest.mark.usefixtures("place")
+def test_newer_of_the_two_places_is_used() -> None:
     """The checkpoint of the mirror is fetched only if it is newer than the run's own."""
     save(4)
     copy(4)
@@ -267,8 +269,9 @@ def test_names_that_the_engine_does_not_write_are_left_alone(place: Path) -> Non
     assert (there / "ckpt/plot-2.png").exists()
 
 
+@pytest.mark.usefixtures("place")
 def test_names_of_a_bucket_that_lead_elsewhere_are_left_out(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save(2)
     copy(2)
@@ -296,7 +299,8 @@ def cut_copying(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> bool:
     return False
 
 
-def test_killed_while_it_copies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("place")
+def test_killed_while_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a kill at any operation of a copy, the new or the previous checkpoint is fetched."""
     config = dataclasses.replace(CONFIG, mirror_keep=2)
     monkeypatch.setattr(sys.modules[__name__], "CONFIG", config)
@@ -321,7 +325,8 @@ def test_killed_while_it_copies(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list_saved_steps(Path("there/a/ckpt")) == [4, 3, 1]
 
 
-def test_killed_while_it_fetches(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("place")
+def test_killed_while_it_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill at any operation leaves no partial checkpoint, and the next start fetches the run."""
     for step in (1, 2):
         save(step, best=1)
@@ -492,7 +497,8 @@ def test_only_training_reads_the_mirror(cli: Cli, tmp_path: Path) -> None:
     assert outcome.code == 0 and not Path("m/b").exists()
 
 
-def test_train_from_python_fetches(place: Path) -> None:
+@pytest.mark.usefixtures("place")
+def test_train_from_python_fetches() -> None:
     """``ctl_core.train`` fetches the run but uses the settings that the caller passes."""
     hooks = make_hooks()
     config = Config(steps=4, run_name="a", mirror="m", batch_size=24)

@@ -168,8 +168,9 @@ def close(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
     return actual == [pytest.approx(line, rel=1e-6) for line in expected]
 
 
+@pytest.mark.usefixtures("watched")
 def test_an_ended_run_is_evaluated_from_its_first_checkpoint_on(
-    watched: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
     capsys.readouterr()
@@ -213,7 +214,8 @@ def wait_for(file: str, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_another_process_that_is_killed_and_started_again(watched: Path) -> None:
+@pytest.mark.usefixtures("watched")
+def test_a_run_of_another_process_that_is_killed_and_started_again() -> None:
     Path("callbacks.py").write_text(EVALUATED + SLOW_STEPS)
     environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
     flags = ["--run-name", "live", "--steps", "300", "--ckpt-every", "20"]

@@ -89,13 +89,13 @@ def test_listener_hears_a_run_from_start_to_end(tmp_path: Path) -> None:
 def test_listener_hears_how_a_run_ends(tmp_path: Path) -> None:
     """A listener and the hook ``at_end`` receive the reason why a run ends."""
 
-    def fail(step: int) -> None:
+    def fail(step: int) -> None:  # noqa: ARG001  (hooks take values by name)
         raise ValueError("a hook fails")
 
-    def stop(step: int) -> None:
+    def stop(step: int) -> None:  # noqa: ARG001  (hooks take values by name)
         raise ctl_core.StopTraining
 
-    def kill(step: int) -> None:
+    def kill(step: int) -> None:  # noqa: ARG001  (hooks take values by name)
         signal.raise_signal(signal.SIGTERM)
 
     ends: list[tuple[str, int]] = []
@@ -116,7 +116,7 @@ def test_listener_that_raises_is_dropped_with_one_warning(
     raised: list[str] = []
 
     def raising(method: str) -> ctl_core.Listener:
-        def fail(*values: Any) -> None:
+        def fail(*_values: Any) -> None:
             raised.append(method)
             raise SystemExit(3) if method == "values" else ValueError("no such run")
 
@@ -298,7 +298,7 @@ def test_summaries_have_the_learning_rate_and_the_speed(
 def test_a_profile_changes_no_bit_and_ends_with_a_failing_hook(train: Train) -> None:
     plain = train(make_hooks(), steps=8, run_name="plain")
 
-    def fail(step: int) -> None:
+    def fail(step: int) -> None:  # noqa: ARG001  (hooks take values by name)
         raise ValueError("mine")
 
     with pytest.raises(ctl_core.RunError, match="mine"):

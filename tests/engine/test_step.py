@@ -65,7 +65,7 @@ def test_a_target_network_follows_as_in_a_plain_loop(train: Train, settings: Any
 def test_an_update_that_is_skipped_has_nothing_after_it(train: Train, settings: Any) -> None:
     """With a loss scale, an update that is not finite is skipped, together with ``update_post``."""
 
-    def count(train_model: Any, step: Any) -> None:
+    def count(train_model: Any, step: Any) -> None:  # noqa: ARG001  (hooks take values by name)
         train_model.count.assign_add(1.0)
 
     def model() -> Any:

@@ -40,6 +40,8 @@ def read_checkpoint(run: Path, step: int, subfolder: str = "") -> dict[str, np.n
     """Returns every tensor of a step's checkpoint by its key, read without the engine.
 
     Args:
+        run: the folder of the run
+        step: the step of the checkpoint
         subfolder: ``engine`` for the engine's own part of the checkpoint
     """
     reader = tf.train.load_checkpoint(str(run / "ckpt" / subfolder / f"ckpt-{step}"))

@@ -78,6 +78,7 @@ class Reference:
         """Trains for one step on each batch.
 
         Args:
+            batches: the global batches
             find_variables: returns variables of the parts, of which the trainable ones are trained
             split: splits a batch into micro-batches, for each of which the losses are computed
         """

@@ -129,6 +129,7 @@ def plain(
     """Trains on one device without the engine, and returns the model.
 
     Args:
+        steps: the number of steps
         rate_at: returns the learning rate of a step, counted from 1; None for the optimizer's rate
         model: a Keras model; None for that of ``create_model``
         batches: the global batches; None for those of ``create_dataset``. A dataset is repeated.

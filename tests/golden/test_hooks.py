@@ -77,7 +77,7 @@ def test_at_step_runs_once_and_state_is_kept(train_small: engine.Train) -> None:
 
 
 def test_a_hook_ends_training_and_it_stays_ended(train_small: engine.Train) -> None:
-    def stop(step: int) -> None:
+    def stop(step: int) -> None:  # noqa: ARG001  (hooks take values by name)
         raise ctl_core.StopTraining("enough")
 
     reasons: list[str] = []

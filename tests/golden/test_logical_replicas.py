@@ -95,6 +95,8 @@ def assert_equal(state: ctl_core.State, expected: ctl_core.State, more_than: int
     """Asserts that two runs have reported the same values, and saved the same bits at the end.
 
     Args:
+        state: the state at the end of a run
+        expected: the state at the end of the other run
         more_than: the number of tensors that the checkpoint has to exceed
     """
     assert list_values(state) == list_values(expected)

@@ -76,7 +76,7 @@ def test_killed_programs_resume_bit_for_bit(train: engine.Train, runs: Path, nam
     program = load_program(name)
     settings = SETTINGS | {"virtual_devices": 2, "ckpt_every": LAST_SAVED} | program.settings
 
-    def kill(step: int) -> None:
+    def kill(step: int) -> None:  # noqa: ARG001  (hooks take values by name)
         engine.leave_as_killed(runs / "whole", runs / "killed")
 
     hooks = program.hooks()

@@ -197,7 +197,8 @@ def test_a_run_that_is_done_trains_nothing_more(project: Path, command: Command)
 
 
 @pytest.mark.slow
-def test_second_training_of_a_run_is_refused(project: Path, command: Command) -> None:
+@pytest.mark.usefixtures("command")
+def test_second_training_of_a_run_is_refused(project: Path) -> None:
     """The second process is refused, and the first one is not disturbed."""
     second = """
 import subprocess, sys

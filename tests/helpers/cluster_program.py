@@ -222,7 +222,7 @@ def hook_state(folder: Path) -> None:
     """
     seen: list[Any] = []
 
-    def remember(step: int, chief: bool, state: dict[str, Any]) -> None:
+    def remember(step: int, chief: bool, state: dict[str, Any]) -> None:  # noqa: ARG001  (hooks take values by name)
         seen.append((chief, state.get("of", -1)))
         state.setdefault("of", TASK)
 

@@ -86,7 +86,7 @@ def of_comet(folder: Path, id: str) -> tuple[Rows, bytes]:
     return rows, sent
 
 
-def of_trackio(folder: Path, id: str) -> tuple[Rows, bytes]:
+def of_trackio(_folder: Path, id: str) -> tuple[Rows, bytes]:
     def get(*words: str) -> Any:
         tool = str(Path(sys.executable).with_name("trackio"))
         there = ("--project", "fine", "--run", id, "--json")
