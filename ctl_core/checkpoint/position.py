@@ -28,6 +28,7 @@ from ctl_core.compat import (
 from ctl_core.input.caches import has_snapshot, list_cache_files, list_unfinished_caches
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import find_random_ops
+from ctl_core.numerics.variables import count_elements
 from ctl_core.run.console import Console
 from ctl_core.run.errors import format_error
 
@@ -163,7 +164,7 @@ class InputPosition:
         self._is_weighed = True
         position = sum(file.stat().st_size for file in prefix.parent.glob(f"{prefix.name}.*"))
         variables = self._state.recording.variables.values()
-        sizes = [variable.dtype.size * variable.shape.num_elements() for variable in variables]
+        sizes = [variable.dtype.size * count_elements(variable) for variable in variables]
         if position > max(LARGE_POSITION, sum(sizes)):
             self._console.say(
                 f"each checkpoint contains {position / 1e6:.0f} MB for the position in "

@@ -83,14 +83,21 @@ def _copy(trackable: Trackable) -> Trackable:
     variable = unwrap(trackable)
     if isinstance(variable, tf.Variable):
         with tf.device("CPU:0"):
-            zeros = _create_zeros(variable.shape, variable.dtype)
-            return tf.Variable(zeros, trainable=False, name=variable.name.split(":")[0])
+            sizes: tf.TensorShape | tf.Tensor = variable.shape
+            if not variable.shape.is_fully_defined():
+                sizes = tf.shape(variable)
+            return tf.Variable(
+                _create_zeros(sizes, variable.dtype),
+                trainable=False,
+                name=variable.name.split(":")[0],
+                shape=variable.shape,
+            )
     if saves_itself(trackable):
         return trackable
     return Node()
 
 
-def _create_zeros(shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
+def _create_zeros(shape: tf.TensorShape | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Returns zeros; ``tf.zeros`` does not support float8."""
     if is_float8(dtype):
         return tf.cast(tf.zeros(shape), dtype)

@@ -37,7 +37,7 @@ def define_copy(
             with tf.device(target.device):
                 target.assign(value)
 
-    return copy.get_concrete_function()  # type: ignore[no-any-return]
+    return copy.get_concrete_function()
 
 
 class ReplicaCopies:
@@ -51,7 +51,8 @@ class ReplicaCopies:
     def __init__(self, strategy: tf.distribute.Strategy, variables: list[tf.Variable]) -> None:
         components = list_local_components(strategy, variables)
         self.values = [
-            tf.Variable(component.read_value(), trainable=False) for component in components
+            tf.Variable(component.read_value(), trainable=False, shape=component.shape)
+            for component in components
         ]
         self._take = define_copy(components, self.values)
         self.put_back = define_copy(self.values, components)

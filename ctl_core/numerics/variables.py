@@ -27,6 +27,14 @@ def name_variable(variable: Variable) -> str:
     return getattr(variable, "path", None) or variable.name.split(":")[0]
 
 
+def count_elements(variable: Variable) -> int:
+    """Returns the number of elements of a variable; at present, if its shape is not fixed."""
+    size = variable.shape.num_elements()
+    if size is None:
+        return int(tf.size(variable))
+    return size
+
+
 def create_scalar(value: float, dtype: tf.DType, name: str) -> tf.Variable:
     """Creates a variable that is not trained and has the same value on all replicas."""
     return tf.Variable(
@@ -72,7 +80,7 @@ def make_trackable(value: UserObject) -> UserObject:
     try:
         tf.train.Checkpoint(value=value)
     except ValueError:
-        holder = tf.Module()
+        holder: Any = tf.Module()
         holder.parts = list(walk(value))  # existing checkpoints use this name
         return holder
     return value
@@ -85,7 +93,8 @@ def regularization(model: UserObject) -> tf.Tensor | int:
     losses = [loss for layer in layers for loss in layer.losses]
     if not isinstance(model, keras.Layer):
         losses += getattr(model, "losses", [])
-    return sum(map(cast_to_float32, losses))
+    total: tf.Tensor | int = sum(map(cast_to_float32, losses))
+    return total
 
 
 def cast_to_float32(structure: Structure) -> Structure:

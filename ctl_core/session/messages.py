@@ -13,6 +13,7 @@ from ctl_core.checkpoint.record import find_best_step
 from ctl_core.cluster.strategy import read_peak_memory
 from ctl_core.model.averages import has_own_statistics
 from ctl_core.model.state import State
+from ctl_core.numerics.variables import count_elements
 from ctl_core.run.console import format_evaluation
 from ctl_core.run.files import relative_path
 
@@ -105,7 +106,7 @@ def count_parameters(state: State) -> str:
 
     The number includes all parameters that the first step trains.
     """
-    sizes = [tf.TensorShape(variable.shape).num_elements() for variable in state.trained]
+    sizes = map(count_elements, state.trained)
     return f"{sum(sizes):,} parameters to train"
 
 

@@ -97,6 +97,37 @@ def test_dropout_drops_in_training_only(
     assert printed == (devices > 1)
 
 
+class Residuals(tf.Module):
+    """A linear model that keeps its last outputs, also in evaluations, and subtracts their mean.
+
+    The shapes of its variables are not fixed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = tf.Variable(tf.zeros([small.FEATURES, 1]), shape=[None, 1])
+        self.last = tf.Variable(tf.zeros([1, 1]), shape=[None, 1], trainable=False)
+        self.weights = [self.kernel, self.last]
+
+    def __call__(self, inputs: Any) -> Any:
+        outputs = tf.matmul(inputs, self.kernel) - tf.reduce_mean(self.last)
+        self.last.assign(outputs)
+        return outputs
+
+
+def test_variables_may_have_shapes_that_are_not_fixed(train_small: engine.Train) -> None:
+    """They are counted, saved, restored, and unchanged after an evaluation of smaller batches."""
+    hooks = small.hooks(
+        create_model=Residuals, create_eval_dataset=lambda: small.create_eval_dataset(7)
+    )
+    settings = {"eval_every": 2, "ckpt_every": 2}
+    train_small(hooks, steps=4, **settings)
+    state = train_small(hooks, steps=6, **settings)
+    plain = small.plain(6, model=Residuals())
+    compare.assert_close(state.train_model.weights, plain.weights)
+    assert state.train_model.last.shape.as_list() == [None, 1]
+
+
 class Lazy(keras.Model):
     """A model whose variables are created in the first call."""
 
