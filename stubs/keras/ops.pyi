@@ -1,0 +1,6 @@
+from typing import Any
+
+import numpy as np
+
+def convert_to_numpy(x: Any) -> np.ndarray[Any, Any]: ...
+def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,6 @@
+from typing import Any
+
+class CommunicationOptions:
+    def __init__(self) -> None: ...
+
+def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,6 @@
+from typing import Any
+
+from tensorflow.saved_model import experimental as experimental
+
+def save(obj: Any, export_dir: str, signatures: Any = None) -> None: ...
+def __getattr__(name: str) -> Any: ...
