@@ -14,8 +14,8 @@ function that uses the name must then be corrected.
                      the eager context: _seed, _rng; whether ops are deterministic; the names of the
                      variables of random generators
     graphs.py        FuncGraph: _watched_variables, _get_function, _variable_creator_stack; the
-                     resources that an op writes; the stack and status of AutoGraph; the registry of
-                     custom gradients; the eager context: _config
+                     resources that an op writes; the stack and status of AutoGraph; the eager
+                     context: _config
     gradients.py     the registry of gradients; the closures of tf.custom_gradient and
                      tf.recompute_grad; Operation: _original_op
     distribution.py  which replica writes summaries; the context of an update; the resource of a
@@ -70,7 +70,13 @@ from ctl_core.compat.distribution import (
     publish,
     read_published,
 )
-from ctl_core.compat.gradients import find_forward_op, has_own_gradient, recomputes_forward_pass
+from ctl_core.compat.gradients import (
+    find_forward_op,
+    forget_custom_gradients,
+    has_own_gradient,
+    recomputes_forward_pass,
+    release_custom_gradients,
+)
 from ctl_core.compat.graphs import (
     add_called_ops,
     allow_autograph,
@@ -78,13 +84,11 @@ from ctl_core.compat.graphs import (
     find_called_graphs,
     find_captured_variables,
     find_written_resources,
-    forget_custom_gradients,
     keep_large_sums_whole,
     leave_constants_unchecked,
     leave_creator_scopes,
     make_scratch_graph,
     read_translated_stack,
-    release_custom_gradients,
 )
 from ctl_core.compat.layers import (
     flatten_layers,

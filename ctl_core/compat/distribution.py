@@ -267,14 +267,13 @@ def _send(
     encode: Encode,
     of_tensorflow: Callable[..., Any],
     value: tf.Tensor,
-    shape: tf.TensorShape,
+    _: tf.TensorShape,
     dtype: tf.DType,
-    group_size: int,
-    group_key: int,
-    instance_key: int,
+    *keys: int,
     **options: Any,
 ) -> Any:
-    keys = (group_size, group_key, instance_key)
+    """Sends a value. ``keys`` are the size and the key of the group, and that of the instance."""
+    _group_size, group_key, instance_key = keys
     if dtype == tf.string:
         text = base64.b64encode(tf.io.serialize_tensor(value).numpy()).decode()
         pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
@@ -292,12 +291,11 @@ def _receive(
     of_tensorflow: Callable[..., Any],
     shape: tf.TensorShape,
     dtype: tf.DType,
-    group_size: int,
-    group_key: int,
-    instance_key: int,
+    *keys: int,
     **options: Any,
 ) -> tf.Tensor:
-    keys = (group_size, group_key, instance_key)
+    """Receives the value that ``_send`` has sent with the same keys."""
+    _group_size, group_key, instance_key = keys
     if dtype in _BROADCAST:
         return of_tensorflow(shape, dtype, *keys, **options)
     if dtype == tf.string:

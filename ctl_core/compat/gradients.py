@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -61,10 +63,12 @@ def _find_gradient_function(op: tf.Operation) -> Callable[..., Any] | None:
     name = op.type
     if _GRADIENT_NAME in op.node_def.attr:
         name = op.get_attr(_GRADIENT_NAME).decode()
-    try:
-        function = ops.gradient_registry.lookup(name)
-    except LookupError:
-        return None
+    function = getattr(op.graph, "_ctl_custom_gradients", {}).get(name)
+    if function is None:
+        try:
+            function = ops.gradient_registry.lookup(name)
+        except LookupError:
+            return None
     for variable in ("tape_grad_fn", "grad_fn"):  # the closures of tf.custom_gradient
         if function is not None and _is_of_library(function):
             function = _read_closure(function).get(variable, function)
@@ -82,3 +86,72 @@ def _is_of_library(function: Callable[..., Any]) -> bool:
     """Returns whether the code of a function belongs to TensorFlow or Keras."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.startswith(_LIBRARIES)
+
+
+def forget_custom_gradients() -> None:
+    """Makes TensorFlow forget all custom gradients; functions that use them cannot be traced again.
+
+    TensorFlow keeps the gradient of each ``tf.custom_gradient`` in a traced function until the
+    process ends, and with it the graph of the function and everything that the graph captured.
+    """
+    registry = ops.gradient_registry._registry
+    for name in list(registry):
+        if name.startswith("CustomGradient-"):
+            del registry[name]
+
+
+@contextlib.contextmanager
+def release_custom_gradients() -> Iterator[None]:
+    """Lets graphs that are traced inside the context be deleted once nothing uses them any more.
+
+    TensorFlow keeps the gradient of each ``tf.custom_gradient`` in a registry, and with it the
+    graph in which the gradient is used. When the context ends, each gradient that was registered
+    inside is handed to its graph, and the registry only refers to the graph. So the gradient still
+    works while anything uses the graph, such as a function that the caller keeps. Models that were
+    loaded from a SavedModel keep their gradients, because these belong to no single graph.
+    """
+    registry = ops.gradient_registry._registry
+    before = set(registry)
+    try:
+        yield
+    finally:
+        for name in registry.keys() - before:
+            if name.startswith("CustomGradient-"):
+                _hand_to_graph(name)
+
+
+def _hand_to_graph(name: str) -> None:
+    """Moves a registered gradient to the graph that uses it.
+
+    The name of the gradient is removed from the registry when the graph is deleted.
+    """
+    registry = ops.gradient_registry._registry
+    gradient = registry[name]["type"]
+    graph = _find_graph(gradient)
+    if graph is None:
+        return
+    if not hasattr(graph, "_ctl_custom_gradients"):
+        graph._ctl_custom_gradients = {}
+    graph._ctl_custom_gradients[name] = gradient
+    reference = weakref.ref(graph)
+
+    def compute_gradient(*arguments: Any) -> Any:
+        """Calls the gradient. TensorFlow only does so for an op of the graph, which thus exists."""
+        existing = reference()
+        assert existing is not None
+        return existing._ctl_custom_gradients[name](*arguments)
+
+    registry[name]["type"] = compute_gradient
+    weakref.finalize(graph, registry.pop, name, None).atexit = False
+
+
+def _find_graph(gradient: Callable[..., Any]) -> tf.Graph | None:
+    """Returns the graph that uses a registered gradient; None if it belongs to no single graph."""
+    closure = _read_closure(gradient)
+    if "tape_grad_fn" not in closure:
+        return None
+    result = _read_closure(closure["tape_grad_fn"])["result"]
+    for tensor in tf.nest.flatten(result, expand_composites=True):
+        if tf.is_symbolic_tensor(tensor):
+            return tensor.graph
+    return None

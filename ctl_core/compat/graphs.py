@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import context
-from tensorflow.python.framework import auto_control_deps_utils, ops
+from tensorflow.python.framework import auto_control_deps_utils
 
 from ctl_core.compat.patches import Scope, set_attributes, wrap_function
 
@@ -39,75 +37,6 @@ def find_captured_variables(graph: tf.Graph, strategy: tf.distribute.Strategy) -
         for component in strategy.experimental_local_results(variable)
     }
     return [components[id(outer)] for outer, _ in graph.captures if id(outer) in components]
-
-
-def forget_custom_gradients() -> None:
-    """Makes TensorFlow forget all custom gradients; functions that use them cannot be traced again.
-
-    TensorFlow keeps the gradient of each ``tf.custom_gradient`` in a traced function until the
-    process ends, and with it the graph of the function and everything that the graph captured.
-    """
-    registry = ops.gradient_registry._registry
-    for name in list(registry):
-        if name.startswith("CustomGradient-"):
-            del registry[name]
-
-
-@contextlib.contextmanager
-def release_custom_gradients() -> Iterator[None]:
-    """Lets graphs that are traced inside the context be deleted once nothing uses them any more.
-
-    TensorFlow keeps the gradient of each ``tf.custom_gradient`` in a registry, and with it the
-    graph in which the gradient is used. When the context ends, each gradient that was registered
-    inside is handed to its graph, and the registry only refers to the graph. So the gradient still
-    works while anything uses the graph, such as a function that the caller keeps. Models that were
-    loaded from a SavedModel keep their gradients, because these belong to no single graph.
-    """
-    registry = ops.gradient_registry._registry
-    before = set(registry)
-    try:
-        yield
-    finally:
-        for name in registry.keys() - before:
-            if name.startswith("CustomGradient-"):
-                _hand_to_graph(name)
-
-
-def _hand_to_graph(name: str) -> None:
-    """Moves a registered gradient to the graph that uses it.
-
-    The name of the gradient is removed from the registry when the graph is deleted.
-    """
-    registry = ops.gradient_registry._registry
-    gradient = registry[name]["type"]
-    graph = _find_graph(gradient)
-    if graph is None:
-        return
-    if not hasattr(graph, "_ctl_custom_gradients"):
-        graph._ctl_custom_gradients = {}
-    graph._ctl_custom_gradients[name] = gradient
-    reference = weakref.ref(graph)
-
-    def compute_gradient(*arguments: Any) -> Any:
-        """Calls the gradient. TensorFlow only does so for an op of the graph, which thus exists."""
-        existing = reference()
-        assert existing is not None
-        return existing._ctl_custom_gradients[name](*arguments)
-
-    registry[name]["type"] = compute_gradient
-    weakref.finalize(graph, registry.pop, name, None).atexit = False
-
-
-def _find_graph(gradient: Callable[..., Any]) -> tf.Graph | None:
-    """Returns the graph that uses a registered gradient; None if it belongs to no single graph."""
-    closure = inspect.getclosurevars(gradient).nonlocals
-    if "tape_grad_fn" not in closure:
-        return None
-    result = inspect.getclosurevars(closure["tape_grad_fn"]).nonlocals["result"]
-    for tensor in tf.nest.flatten(result, expand_composites=True):
-        if tf.is_symbolic_tensor(tensor):
-            return tensor.graph
-    return None
 
 
 def find_written_resources(graph: tf.Graph) -> list[tf.Tensor]:

@@ -245,7 +245,6 @@ class ForwardPass(NamedTuple):
     batch: Batch
     loss: Structure
     weight: tf.Tensor | None
-    weight: tf.Tensor | None
     is_weighted: bool
     total_weight: tf.Tensor | None = None
 
@@ -433,7 +432,7 @@ def _choose_weigh(context: StepContext, share: Share) -> WeighOutput | None:
     """Returns the function that weighs a share; None if the division follows the backward pass."""
     if share.weight is not None:
         known_weight = share.weight
-        return lambda output: known_weight
+        return lambda _: known_weight
     if choose_division(context) is not Division.BEFORE_BACKWARD:
         return None
 

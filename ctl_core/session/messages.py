@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import keras
-import tensorflow as tf
 
 from ctl_core.checkpoint.record import find_best_step
 from ctl_core.cluster.strategy import read_peak_memory

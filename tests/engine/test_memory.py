@@ -70,7 +70,7 @@ def test_functions_that_a_notebook_keeps_have_their_gradients(train: engine.Trai
     """A function that was traced by a hook can be differentiated when the training has ended."""
     function = tf.function(triple_gradient, autograph=False)
 
-    def call(step: int) -> None:
+    def call() -> None:
         function(tf.constant(2.0))
 
     train(write_hooks(at_step={2: call}), steps=3, virtual_devices=2)
@@ -88,7 +88,7 @@ def test_loaded_models_have_their_gradients(train: engine.Train, tmp_path: Path)
     tf.saved_model.save(saved, str(tmp_path / "saved"), options=options)
     loaded = []
 
-    def load(step: int) -> None:
+    def load() -> None:
         loaded.append(tf.saved_model.load(str(tmp_path / "saved")))
 
     train(write_hooks(at_step={2: load}), steps=3)
@@ -101,10 +101,10 @@ def test_an_outer_run_has_its_gradients_after_an_inner_one(train: engine.Train) 
     function = tf.function(triple_gradient, autograph=False)
     gradients = []
 
-    def call(step: int) -> None:
+    def call() -> None:
         function(tf.constant(2.0))
 
-    def train_another(step: int) -> None:
+    def train_another() -> None:
         train(write_hooks(), steps=2, run_name="inner")
         gc.collect()
         gradients.append(differentiate(function))

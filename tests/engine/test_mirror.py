@@ -157,7 +157,7 @@ def test_later_steps_of_an_abandoned_past_are_removed() -> None:
     assert fetch() == 2
 
 
-def fill_disk(store: stores.FolderStore, path: str, target: Path) -> None:
+def fill_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -165,9 +165,10 @@ def cut_connection(store: stores.FolderStore, path: str, target: Path) -> None:
     target.write_bytes((store.root / path).read_bytes()[:-1])
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("fail", [fill_disk, cut_connection, None])
 def test_run_does_not_start_if_the_newer_checkpoint_cannot_be_fetched(
-    place: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None] | None
+    monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None] | None
 ) -> None:
     """Otherwise, the run would soon replace the newer checkpoints in the mirror."""
     save(2)
@@ -210,10 +211,9 @@ def test_damaged_checkpoint_gives_way_to_the_one_before(capsys: pytest.CaptureFi
     assert list_saved_steps(Path("runs/a/ckpt")) == []
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("name", ["ckpt-3.data-00000-of-00001", "engine/input-3.index"])
-def test_bit_flip_in_the_mirror_is_found(
-    place: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_bit_flip_in_the_mirror_is_found(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """The checkpoint before is fetched, and the damaged one is replaced later."""
     for step in (2, 3):
         save(step)
@@ -358,9 +358,8 @@ def test_killed_while_it_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operations > 15
 
 
-def test_killed_while_it_replaces_a_damaged_checkpoint(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("place")
+def test_killed_while_it_replaces_a_damaged_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The new checkpoint is complete in the mirror before the damaged later one is removed."""
     for step in (1, 2, 8, 9):
         save(step)

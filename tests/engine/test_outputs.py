@@ -79,7 +79,7 @@ def test_the_live_line_uses_letters_of_the_terminal() -> None:
         assert {*line.plain.removeprefix("step 1/2").split()[0]} == letters
 
 
-def test_a_note_has_its_letters_in_any_locale(tmp_path: Path) -> None:
+def test_a_note_has_its_letters_in_any_locale() -> None:
     """In an ASCII locale, Python decodes the bytes of a flag to surrogates."""
     note = "größer".encode().decode("ascii", "surrogateescape")
     assert restore_letters(note) == restore_letters("größer") == "größer"

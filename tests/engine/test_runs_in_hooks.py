@@ -140,7 +140,7 @@ def test_a_float32_run_is_loaded_in_float32(train_small: engine.Train) -> None:
     runs = train_small(small.hooks(), steps=1, run_name="other").run_dir.parent
     seen: list[Any] = []
 
-    def compare(step: int) -> None:
+    def compare() -> None:
         before = read_process_state()
         served = ctl_core.load(runs / "other", callbacks=small.hooks())
         seen.append(served.model.layers[0].compute_dtype)
@@ -163,7 +163,7 @@ def test_a_second_training_is_refused_at_once(train_small: engine.Train) -> None
     """In a hook as in another thread; the first training is not affected."""
     refusals: list[Any] = []
 
-    def train_another(step: int) -> None:
+    def train_another() -> None:
         def another() -> Any:
             return train_small(small.hooks(), run_name="second", precision="bfloat16")
 

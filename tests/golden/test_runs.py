@@ -279,9 +279,7 @@ def test_another_order_of_sets_is_reported(
 # ---- Deleted checkpoints -----------------------------------------------------------------------
 
 
-def test_a_run_whose_checkpoints_were_deleted_is_refused(
-    train: engine.Train, tmp_path: Path
-) -> None:
+def test_a_run_whose_checkpoints_were_deleted_is_refused(train: engine.Train) -> None:
     """It does not begin at step 0, because it would replace its metrics and its best checkpoint."""
     hooks = small.hooks(create_eval_dataset=small.create_eval_dataset)
     settings = small.settings(6, ckpt_every=3, eval_every=3, keep_best="loss", run_name="a")
@@ -320,7 +318,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(
 ) -> None:
     killed = tmp_path / "runs" / "killed"
 
-    def kill(step: int) -> None:
+    def kill() -> None:
         engine.leave_as_killed(tmp_path / "runs" / "whole", killed)
 
     settings = small.settings(3, ckpt_every=3)

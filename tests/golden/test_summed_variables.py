@@ -46,16 +46,16 @@ class Summing(keras.layers.Layer):
         return self.use(self, inputs, training)
 
 
-def scale(layer: Summing, inputs: Any, training: bool) -> Any:
+def scale(layer: Summing, inputs: Any, _: bool) -> Any:
     return inputs / (1.0 + layer.amount)  # refused
 
 
-def scale_in_branch(layer: Summing, inputs: Any, training: bool) -> Any:
+def scale_in_branch(layer: Summing, inputs: Any, _: bool) -> Any:
     large = tf.function(lambda: layer.amount > 1.0)()  # refused
     return tf.cond(large, lambda: 0.5 * inputs, lambda: inputs)
 
 
-def scale_in_loop(layer: Summing, inputs: Any, training: bool) -> Any:
+def scale_in_loop(layer: Summing, inputs: Any, _: bool) -> Any:
     def double(number: Any, values: Any) -> Any:
         return number + 1.0, values * 1.1
 
@@ -69,7 +69,7 @@ def scale_in_evaluations(layer: Summing, inputs: Any, training: bool) -> Any:
     return inputs / (1.0 + tf.abs(layer.amount))  # refused
 
 
-def move_another_variable(layer: Summing, inputs: Any, training: bool) -> Any:
+def move_another_variable(layer: Summing, inputs: Any, _: bool) -> Any:
     layer.other.assign(0.5 * layer.amount)  # refused
     return inputs
 
@@ -81,7 +81,7 @@ def add_rest(layer: Summing, inputs: Any, training: bool) -> Any:
     return inputs
 
 
-def scale_by_metric(layer: Summing, inputs: Any, training: bool) -> Any:
+def scale_by_metric(layer: Summing, inputs: Any, _: bool) -> Any:
     layer.mean.update_state(inputs)
     return inputs / (2.0 + layer.mean.result())
 
