@@ -213,7 +213,8 @@ def weighted(loss: tf.Tensor, batch: Batch) -> tf.Tensor:
     if loss.shape.rank == 0:
         raise ValueError(
             "sample weights need one loss per example, not one number for the whole batch "
-            "(reduction='none'); if the third element of the batch is no weight, name it in a dict"
+            "(reduction='none'); if the third element of the batch is something else, name it in a "
+            "dict, or write this hook with loss in place of ctl_core.weighted(loss, batch)"
         )
     return loss * tf.cast(tf.reshape(weight, [-1]), loss.dtype)
 

@@ -30,6 +30,8 @@ def refuse_weights_in_loss(hooks: Hooks, hook: Hook, batch: Batch, loss: Structu
             the first op that uses it.
     """
     weight = find_sample_weight(batch)
+    if weight is None:
+        return
     tensors = filter(tf.is_symbolic_tensor, tf.nest.flatten(loss, expand_composites=True))
     operations = find_path(weight, tensors)
     if operations is None:
@@ -37,8 +39,11 @@ def refuse_weights_in_loss(hooks: Hooks, hook: Hook, batch: Batch, loss: Structu
     where = str(hooks.create_loss)
     if operations:
         where = locate_op(hooks, operations[0])
+    product = "loss * batch[2]"
+    if weight.shape.rank == 2:
+        product += "[:, 0]"
     raise SetupError(
         f"{where}: the loss uses the third element of the batch, and {hook.name} multiplies the "
         "loss by it, as by sample weights; name the element in a dict, or write "
-        f"{hook.name} with loss or loss * batch[2] in place of ctl_core.weighted(loss, batch)."
+        f"{hook.name} with loss or {product} in place of ctl_core.weighted(loss, batch)."
     )
