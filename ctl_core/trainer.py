@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ctl_core.checkpoint.checkpoints import Checkpoints, check_written
+from ctl_core.checkpoint.checkpoints import Checkpoints, check_written, describe_unknown_state
 from ctl_core.checkpoint.record import Record, find_best_step
 from ctl_core.cluster.background import tell_step
 from ctl_core.cluster.signals import Signals
@@ -636,6 +636,9 @@ class Trainer:
                 "tf.random.stateless_*."
             )
         check_written(state, graph)
+        unknown = describe_unknown_state(state, graph)
+        if unknown is not None:
+            self._console.warn(unknown)
 
     def run_at_end(self, reason: str) -> None:
         """Runs the hooks ``at_end``.

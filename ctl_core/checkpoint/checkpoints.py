@@ -38,12 +38,19 @@ from ctl_core.checkpoint.position import UNREADABLE, InputPosition, SavedPositio
 from ctl_core.checkpoint.record import Damaged, Record, find_user_part, list_files, read_record
 from ctl_core.checkpoint.retention import keep_and_remove, sweep
 from ctl_core.checkpoint.source import Source
+from ctl_core.checkpoint.stateful_ops import find_keeping_op, find_unknown_ops
 from ctl_core.checkpoint.vocabularies import Vocabularies
 from ctl_core.checkpoint.writer import Divergence, Writer, write_together
-from ctl_core.compat import add_called_ops, find_written_resources, read_max_to_keep
+from ctl_core.compat import (
+    add_called_ops,
+    find_captured_iterators,
+    find_written_resources,
+    read_max_to_keep,
+)
 from ctl_core.hooks.recording import find_tables, list_freezable, read_flags, set_flags
 from ctl_core.model.averages import MovingStatistics
 from ctl_core.model.copies import ReplicaCopies
+from ctl_core.model.failures import find_line
 from ctl_core.model.state import Progress, State
 from ctl_core.numerics.randomness import fold_in_replica_id
 from ctl_core.numerics.variables import is_summed, unwrap
@@ -56,6 +63,8 @@ from ctl_core.run.layers import format_config
 # The type of the object that ``tf.train.Checkpoint.restore`` and ``read`` return.
 RestoreStatus: TypeAlias = Any
 
+# The functions that create the ops of Python code.
+_PYTHON_FUNCTIONS = {"EagerPyFunc": "tf.py_function", "PyFunc": "tf.numpy_function"}
 _WRITING_TABLES = {"LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2"}
 # A resumed run needs all variables of these hooks. The variables of other hooks may have changed
 # since the checkpoint was saved.
@@ -619,21 +628,53 @@ def _list_variables(ckpt: tf.train.Checkpoint) -> list[tf.Variable]:
 
 
 def check_written(state: State, graph: tf.Graph) -> None:
-    """Raises an error if a step writes a variable or a lookup table that no checkpoint contains.
+    """Raises an error if a step keeps values for later steps that no checkpoint contains.
 
-    If there are several replicas, a variable that was created outside of the hooks is an error,
-    too, because the replicas would share it.
+    These are the values of variables and lookup tables, and the contents of queues. If there are
+    several replicas, a variable that was created outside of the hooks is an error, too, because the
+    replicas would share it.
 
     Args:
         state: the state of the run
         graph: the graph of the step
 
     Raises:
-        SetupError: the graph writes such a variable or lookup table.
+        SetupError: the graph writes such a variable or lookup table, or uses a queue.
     """
+    op = find_keeping_op(graph)
+    if op is not None:
+        raise SetupError(
+            f"{find_line(op, state.hooks) or 'a step'}: {op.type} keeps values for later steps, "
+            "and no checkpoint contains them; keep the values in a tf.Variable of shape "
+            "[capacity, ...], and the position of the next one in an integer tf.Variable."
+        )
     unsaved = [*_find_unsaved_variables(state, graph), *_find_unsaved_tables(state, graph)]
     if unsaved:
         raise reject_unsaved(unsaved[0])
+
+
+def describe_unknown_state(state: State, graph: tf.Graph) -> str | None:
+    """Describes the ops of a step whose state, if they have one, is in no checkpoint.
+
+    Returns None if there are no such ops.
+    """
+    names = []
+    for op in find_unknown_ops(graph):
+        name = _PYTHON_FUNCTIONS.get(op.type, op.type)
+        line = find_line(op, state.hooks)
+        if line is not None:
+            name += f" in {line}"
+        names.append(name)
+    iterators = find_captured_iterators(graph, state.data.stream)
+    saved = set(map(id, tf.train.TrackableView(state.ckpt).descendants()))
+    if any(id(iterator) not in saved for iterator in iterators):
+        names.append("an iterator that a hook reads (return it from create_ckpt)")
+    if not names:
+        return None
+    return (
+        f"checkpoints do not contain the state of {', '.join(names)}. If such a state affects "
+        "training, a resumed run trains other weights; keep it in a tf.Variable."
+    )
 
 
 def reject_unsaved(name: str) -> SetupError:

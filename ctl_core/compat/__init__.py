@@ -27,7 +27,7 @@ function that uses the name must then be corrected.
                      CheckpointManager: _max_to_keep, _checkpoint
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
                      _stop_on_empty_dataset, the names of the classes of stages; the tensors and the
-                     format of the position of an iterator
+                     format of the position of an iterator; the resource of an iterator
     versions.py      the newest versions that were tested; uses no private names
     xla.py           the ops that XLA compiles for a GPU; experimental_get_compiler_ir
 """
@@ -45,6 +45,7 @@ from ctl_core.compat.checkpoints import (
 from ctl_core.compat.datasets import (
     count_saved_draws,
     draws_random_numbers,
+    find_captured_iterators,
     find_graphs,
     find_inputs,
     is_shuffle,
@@ -131,6 +132,7 @@ __all__ = [
     "enter_replica_context",
     "enter_update",
     "find_called_graphs",
+    "find_captured_iterators",
     "find_captured_variables",
     "find_forward_op",
     "find_graphs",

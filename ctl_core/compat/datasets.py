@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
 
@@ -110,3 +111,24 @@ def is_tuned(dataset: tf.data.Dataset) -> bool:
         if number is not None and tf.get_static_value(number) == tf.data.AUTOTUNE:
             return True
     return False
+
+
+def find_captured_iterators(
+    graph: tf.Graph, training_data: tf.data.Iterator | None
+) -> list[tf.data.Iterator]:
+    """Returns the iterators that a function's graph captures, except that of the training data."""
+    known = {id(variable.handle) for variable in graph.variables}
+    known.add(id(getattr(training_data, "_iterator_resource", None)))
+    others = {
+        id(outer)
+        for outer, _ in graph.captures
+        if outer.dtype == tf.resource and id(outer) not in known
+    }
+    if not others:  # so that most runs need not search all objects
+        return []
+    iterators = [value for value in gc.get_objects() if issubclass(type(value), tf.data.Iterator)]
+    return [
+        iterator
+        for iterator in iterators
+        if id(getattr(iterator, "_iterator_resource", None)) in others
+    ]

@@ -480,6 +480,19 @@ def test_a_constant_that_is_not_used_is_left_unchecked() -> None:
             tf.debugging.disable_check_numerics()
 
 
+def test_iterators_that_a_graph_reads_are_found() -> None:
+    training_data, other, unused = (iter(tf.data.Dataset.range(3)) for _ in range(3))
+    variable = tf.Variable(1, dtype=tf.int64)
+
+    @tf.function
+    def read() -> tf.Tensor:
+        return next(training_data) + next(other) + variable
+
+    graph = read.get_concrete_function().graph
+    assert compat.find_captured_iterators(graph, training_data) == [other]
+    assert next(unused) == 0
+
+
 def test_the_check_for_nan_accepts_float8() -> None:
     float8 = tf.dtypes.experimental.float8_e4m3fn
 

@@ -148,6 +148,82 @@ def test_written_lookup_table_outside_the_checkpoint_is_refused(
     assert "create_ckpt" in str(refused.value) and "\n" not in str(refused.value)
 
 
+class MixesPast(keras.layers.Layer):
+    """Adds the mean of four earlier rows, which are in a queue."""
+
+    def __init__(self, queue: type[Any]) -> None:
+        super().__init__()
+        options = {"min_after_dequeue": 1} if queue is tf.queue.RandomShuffleQueue else {}
+        self.past = queue(100, dtypes=[tf.float32], shapes=[[8]], **options)
+        self.past.enqueue_many(tf.zeros([16, 8]))
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+        old = self.past.dequeue_many(4)
+        self.past.enqueue_many(inputs[:4])
+        return inputs + 0.3 * tf.reduce_mean(old, axis=0)
+
+
+@pytest.mark.parametrize(
+    ("queue", "devices"),
+    [
+        (tf.queue.FIFOQueue, 3),
+        (tf.queue.PaddingFIFOQueue, 1),
+        (tf.queue.RandomShuffleQueue, 1),
+    ],
+)
+def test_a_queue_that_steps_use_is_refused(
+    train: engine.Train, queue: type[Any], devices: int
+) -> None:
+    hooks = small.hooks(create_model=lambda: small.model_with(MixesPast(queue)))
+    with pytest.raises(ctl_core.SetupError, match="QueueDequeueManyV2 keeps values") as refused:
+        train(hooks, **SETTINGS, virtual_devices=devices)
+    assert "tf.Variable" in str(refused.value) and "\n" not in str(refused.value)
+
+
+class AddsNext(keras.layers.Layer):
+    """Adds the next number of an iterator."""
+
+    def __init__(self, iterator: Any) -> None:
+        super().__init__()
+        self.iterator = iterator
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return inputs + next(self.iterator) if training else inputs
+
+
+def count_up() -> Any:
+    return iter(tf.data.Dataset.range(100).map(lambda number: 0.01 * tf.cast(number, tf.float32)))
+
+
+def test_an_iterator_of_the_model_resumes(
+    train: engine.Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The iterator is an attribute of a layer, so the checkpoint contains its position."""
+    weights = []
+    for run_name, steps in (("whole", 6), ("parts", 3), ("parts", 6)):
+        hooks = small.hooks(create_model=lambda: small.model_with(AddsNext(count_up())))
+        weights.append(train(hooks, **small.settings(steps, run_name=run_name)).train_model.weights)
+    compare.assert_same(weights[2], weights[0])
+    assert "do not contain" not in capfd.readouterr().out
+
+
+def test_state_that_may_be_unsaved_is_named_at_each_start(
+    train: engine.Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    iterator = count_up()
+
+    def input_pre(batch: Any) -> Any:
+        tf.py_function(lambda: None, [], [])
+        return batch[0] + next(iterator)
+
+    for steps in (1, 2):
+        train(small.hooks(input_pre=input_pre), **small.settings(steps))
+        (line,) = [line for line in capfd.readouterr().out.splitlines() if "do not contain" in line]
+        assert "tf.py_function in input_pre (" in line and "an iterator" in line
+
+
 class Encoder(tf.Module):
     """Computes three features from a lookup table and a variable."""
 
