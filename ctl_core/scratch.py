@@ -148,7 +148,7 @@ class ScratchTracer:
                 name for name, objective in objectives if objective.has_unchanged_loss
             ),
             logged=[name for _, objective in objectives for name in objective.logged],
-            own_gradients=list_own_gradients(self.hooks, operations),
+            own_gradients=list_own_gradients(self.hooks, operations, backward_ops),
             unjudged_gradients=list_unjudged(self.hooks, backward_ops),
             is_weighted=is_weighted,
         )

@@ -50,15 +50,23 @@ def needs_backward_pass(operations: Iterable[tf.Operation]) -> bool:
     )
 
 
-def list_own_gradients(hooks: Hooks, operations: Iterable[tf.Operation]) -> tuple[str, ...]:
+def list_own_gradients(
+    hooks: Hooks, operations: Iterable[tf.Operation], backward_ops: Iterable[BackwardOp]
+) -> tuple[str, ...]:
     """Returns the lines that compute with gradient functions of the user, each with its hook.
+
+    The result includes a ``tf.py_function`` only if there is one in the backward pass as well.
 
     Args:
         hooks: the hooks of the run
         operations: the ops of the forward pass, and of the functions that they call
+        backward_ops: the result of ``add_backward_pass``
     """
+    needs_python = any(op.type == "EagerPyFunc" for op in backward_ops)
     lines = (
-        locate_calls(hooks, read_calls(op)) for op in operations if compat.has_own_gradient(op)
+        locate_calls(hooks, read_calls(op))
+        for op in operations
+        if compat.has_own_gradient(op) and (needs_python or op.type != "EagerPyFunc")
     )
     return tuple(dict.fromkeys(lines))
 

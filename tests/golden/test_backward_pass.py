@@ -193,6 +193,20 @@ def test_elements_that_are_shares_are_weighed_before_they_are_computed(train: en
     compare.assert_close(state.train_model.weights, train_plainly(clip, 4))
 
 
+@pytest.mark.cluster
+def test_two_processes_weigh_the_batch_first(tmp_path: Path) -> None:
+    source = "from tests.golden import test_backward_pass as program\n"
+    source += "globals().update(vars(program.weighted_hooks(program.clip)))\n"
+    (tmp_path / "callbacks.py").write_text(source)
+    words = ["--steps=4", f"--batch-size={small.BATCH}", f"--learning-rate={small.RATE}"]
+    words += ["--workers=2", "--accumulate-steps=2", "--run-name=run"]
+    outcome = engine.command(tmp_path, "train", *words)
+    assert outcome.returncode == 0, outcome.stderr
+    saved = tf.train.Checkpoint(train_model=small.model_with(Changed(clip)))
+    saved.read(str(tmp_path / "runs/run/ckpt/ckpt-4")).expect_partial()
+    compare.assert_close(saved.train_model.weights, train_plainly(clip, 4))
+
+
 def test_bits_of_clipped_gradients_do_not_depend_on_devices(train: engine.Train) -> None:
     settings = small.settings(3, logical_replicas=3)
     one, three = (
