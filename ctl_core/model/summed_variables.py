@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import keras
@@ -97,13 +97,15 @@ def refuse_uses_of_parts(state: State, graph: tf.Graph) -> None:
     parts = list_parts(state)
     if not parts:
         return
+    metrics = [unwrap(v) for metric in list_metrics() for v in metric.variables]
     search = Search(
         by_handle={
             id(component.handle): id(variable)
-            for variable in parts
+            for variable in (*parts, *metrics)
             for component in strategy.experimental_local_results(variable)
         },
-        of_metrics=frozenset(list_variables_of_metrics()),
+        parts=frozenset(map(id, parts)),
+        of_metrics=frozenset(map(id, metrics)),
     )
     graphs = [graph]
     if state.evaluation is not None:
@@ -130,13 +132,10 @@ def list_parts(state: State) -> list[tf.Variable]:
     ]
 
 
-def list_variables_of_metrics() -> Iterator[int]:
-    """Yields the ids of the variables of all Keras metrics, including the metrics of layers."""
-    for item in gc.get_objects():
-        # isinstance would read the attribute __class__ of lazily loaded objects, and load them.
-        if issubclass(type(item), keras.Metric):
-            for variable in item.variables:
-                yield id(unwrap(variable))
+def list_metrics() -> list[keras.Metric]:
+    """Returns all Keras metrics, including the metrics of layers."""
+    # isinstance would read the attribute __class__ of lazily loaded objects, and load them.
+    return [item for item in gc.get_objects() if issubclass(type(item), keras.Metric)]
 
 
 def _describe(hooks: Hooks, parts: list[tf.Variable], trace: Trace) -> SetupError:
@@ -154,12 +153,14 @@ class Search:
     """Follows the parts of variables through graphs.
 
     Attributes:
-        by_handle: the ids of variables by the ids of the handles of their parts
+        by_handle: the ids of variables by the ids of their handles on this process's devices
+        parts: the ids of the variables to follow
         of_metrics: the ids of the variables of metrics. The value of a metric may have an effect on
             the variables of metrics.
     """
 
     by_handle: Mapping[int, int]
+    parts: frozenset[int]
     of_metrics: frozenset[int]
 
     def search(self, graph: tf.Graph) -> None:
@@ -247,7 +248,7 @@ class GraphWalk:
 
     def _read(self, op: tf.Operation, handle: int | None, traces: Traces) -> None:
         """Sets the trace of an op that reads a variable."""
-        if handle is None:
+        if handle not in self._search.parts:
             self._pass_on(op, traces)
             return
         use = Use.OTHER
