@@ -25,10 +25,11 @@ from ctl_core.input.batches import Share, find_first_replica, make_placeholders
 from ctl_core.model.averages import find_moving_statistics
 from ctl_core.model.backward import (
     BackwardOp,
+    SpecialOps,
     add_backward_pass,
+    find_special_ops,
     list_own_gradients,
     list_unjudged,
-    needs_backward_pass,
 )
 from ctl_core.model.components import (
     SINGLE_OBJECTIVE,
@@ -129,7 +130,8 @@ class ScratchTracer:
                     update_train_metrics(turn, result, None)
             weights = trainable_variables(forward.train_model)
             operations = list(compat.add_called_ops(graph.get_operations()))
-            backward_ops = self._trace_backward(graph, operations, objectives)
+            special = find_special_ops(operations)
+            backward_ops = self._trace_backward(graph, special, objectives)
         compare_forward(self.cluster, self.hooks, operations)
         refuse_scaled_losses(self.hooks, operations)
         if self.config.logical_replicas is not None:
@@ -148,7 +150,7 @@ class ScratchTracer:
                 name for name, objective in objectives if objective.has_unchanged_loss
             ),
             logged=[name for _, objective in objectives for name in objective.logged],
-            own_gradients=list_own_gradients(self.hooks, operations, backward_ops),
+            own_gradients=list_own_gradients(self.hooks, special, backward_ops),
             unjudged_gradients=list_unjudged(self.hooks, backward_ops),
             is_weighted=is_weighted,
         )
@@ -156,20 +158,20 @@ class ScratchTracer:
     def _trace_backward(
         self,
         graph: tf.Graph,
-        operations: list[tf.Operation],
+        special: SpecialOps,
         objectives: list[tuple[str, ReplicaObjective]],
     ) -> list[BackwardOp]:
         """Adds the backward pass to a forward pass with its own gradient functions.
 
         Args:
             graph: the graph of the forward pass, the default graph
-            operations: the ops of the forward pass, and of the functions that they call
+            special: the ops of the forward pass with their own gradient functions
             objectives: the objectives of all turns
 
         Returns:
             The ops of the backward pass; an empty list if there are only built-in gradients.
         """
-        if not needs_backward_pass(operations):
+        if not any(special):
             return []
         # Variables that the backward pass creates are named like those that update_pre creates, as
         # in the checkpoints of earlier versions, which first traced the backward pass with it.

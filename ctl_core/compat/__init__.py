@@ -72,10 +72,10 @@ from ctl_core.compat.distribution import (
     read_published,
 )
 from ctl_core.compat.gradients import (
+    GradientKind,
+    classify_gradient,
     find_forward_op,
     forget_custom_gradients,
-    has_own_gradient,
-    recomputes_forward_pass,
     release_custom_gradients,
 )
 from ctl_core.compat.graphs import (
@@ -115,6 +115,7 @@ from ctl_core.compat.versions import describe_untested
 from ctl_core.compat.xla import list_gpu_ops, lower
 
 __all__ = [
+    "GradientKind",
     "GraphCheckpoint",
     "GraphWriter",
     "Node",
@@ -123,6 +124,7 @@ __all__ = [
     "allow_autograph",
     "broadcast_any_dtype",
     "check_float8",
+    "classify_gradient",
     "convert_variables",
     "count_saved_draws",
     "cut_join",
@@ -142,7 +144,6 @@ __all__ = [
     "forget_custom_gradients",
     "gather_from_replicas",
     "get_seed_generator",
-    "has_own_gradient",
     "hide_new_layers",
     "hold_objects",
     "is_keras_generator",
@@ -174,7 +175,6 @@ __all__ = [
     "read_rate",
     "read_translated_stack",
     "read_variables",
-    "recomputes_forward_pass",
     "refuse_optimizers",
     "release_custom_gradients",
     "restore_position",

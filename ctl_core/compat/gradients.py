@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
 import os
 import weakref
@@ -18,32 +19,34 @@ _LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in 
 _GRADIENT_NAME = "_gradient_op_type"
 
 
-def has_own_gradient(op: tf.Operation) -> bool:
-    """Returns whether the gradient of an op was written outside of TensorFlow and Keras.
+class GradientKind(enum.Enum):
+    """Who wrote the gradient of an op."""
 
-    The gradients of TensorFlow and Keras, including their custom gradients such as that of
-    ``tf.nn.silu``, are linear and do not write variables. A public function of TensorFlow that
-    someone else returns as a gradient function, such as ``tf.sign``, need not be linear, so the
-    result is True. The Python function of a ``tf.py_function`` may contain anything.
+    BUILT_IN = enum.auto()  # TensorFlow or Keras: it is linear, and writes no variables
+    RECOMPUTED = enum.auto()  # tf.recompute_grad or keras.remat: it runs the forward pass again
+    OWN = enum.auto()  # someone else: it may do anything
+
+
+def classify_gradient(op: tf.Operation) -> GradientKind:
+    """Returns who wrote the gradient of an op.
+
+    The custom gradients of TensorFlow and Keras, such as that of ``tf.nn.silu``, are built in. A
+    public function of TensorFlow that someone else returns as a gradient function, such as
+    ``tf.sign``, need not be linear, so the gradient is ``OWN``. So is that of a ``tf.py_function``,
+    whose Python function may contain anything.
     """
     if op.type == "EagerPyFunc":
-        return True
-    function = _find_gradient_function(op)
+        return GradientKind.OWN
+    has_name = _GRADIENT_NAME in op.node_def.attr
+    function = _find_gradient_function(op, has_name)
     if function is None:
-        return False
+        return GradientKind.BUILT_IN
     function = inspect.unwrap(getattr(function, "func", function))
-    if not _is_of_library(function):
-        return True
-    return _GRADIENT_NAME in op.node_def.attr and "<locals>" not in function.__qualname__
-
-
-def recomputes_forward_pass(op: tf.Operation) -> bool:
-    """Returns whether the gradient of an op runs code of the forward pass again.
-
-    This is the case for ``tf.recompute_grad``, which Keras uses for ``keras.remat``.
-    """
-    function = _find_gradient_function(op)
-    return getattr(function, "__qualname__", "").startswith("recompute_grad.")
+    if not _is_of_library(function) or (has_name and "<locals>" not in function.__qualname__):
+        return GradientKind.OWN
+    if function.__qualname__.startswith("recompute_grad."):
+        return GradientKind.RECOMPUTED
+    return GradientKind.BUILT_IN
 
 
 def find_forward_op(op: tf.Operation) -> tf.Operation | None:
@@ -54,14 +57,18 @@ def find_forward_op(op: tf.Operation) -> tf.Operation | None:
     return op._original_op
 
 
-def _find_gradient_function(op: tf.Operation) -> Callable[..., Any] | None:
+def _find_gradient_function(op: tf.Operation, has_name: bool) -> Callable[..., Any] | None:
     """Returns the function that computes the gradient of an op; None if there is none.
 
     For an op that ``tf.custom_gradient`` has created, this is the function that the decorated
     function returned.
+
+    Args:
+        op: the op
+        has_name: whether the op has the name of a gradient function
     """
     name = op.type
-    if _GRADIENT_NAME in op.node_def.attr:
+    if has_name:
         name = op.get_attr(_GRADIENT_NAME).decode()
     function = getattr(op.graph, "_ctl_custom_gradients", {}).get(name)
     if function is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -17,7 +18,8 @@ from ctl_core.model.forward import ReplicaObjective
 from ctl_core.model.loss_calls import is_in_model, locate_calls
 from ctl_core.numerics.randomness import draws_random_numbers
 from ctl_core.numerics.variables import unwrap
-from ctl_core.run.errors import StackFrame, read_calls
+from ctl_core.run.console import warn
+from ctl_core.run.errors import StackFrame, format_error, read_calls
 
 # The beginnings of the types of ops that write variables.
 _WRITING = ("Assign", "ResourceApply", "ResourceScatter")
@@ -43,15 +45,32 @@ class BackwardOp:
         return is_in_model(read_calls(self))
 
 
-def needs_backward_pass(operations: Iterable[tf.Operation]) -> bool:
-    """Returns whether the gradient of any op may do more than compute the built-in gradients."""
-    return any(
-        compat.has_own_gradient(op) or compat.recomputes_forward_pass(op) for op in operations
-    )
+class SpecialOps(NamedTuple):
+    """The ops of a forward pass whose gradients are not those of TensorFlow and Keras.
+
+    Attributes:
+        own: the ops with gradient functions of the user
+        recomputed: the ops whose gradients run code of the forward pass again
+    """
+
+    own: list[tf.Operation]
+    recomputed: list[tf.Operation]
+
+
+def find_special_ops(operations: Iterable[tf.Operation]) -> SpecialOps:
+    """Returns the ops whose gradients may do more than compute."""
+    special = SpecialOps([], [])
+    for op in operations:
+        kind = compat.classify_gradient(op)
+        if kind is compat.GradientKind.OWN:
+            special.own.append(op)
+        elif kind is compat.GradientKind.RECOMPUTED:
+            special.recomputed.append(op)
+    return special
 
 
 def list_own_gradients(
-    hooks: Hooks, operations: Iterable[tf.Operation], backward_ops: Iterable[BackwardOp]
+    hooks: Hooks, special: SpecialOps, backward_ops: Iterable[BackwardOp]
 ) -> tuple[str, ...]:
     """Returns the lines that compute with gradient functions of the user, each with its hook.
 
@@ -59,14 +78,14 @@ def list_own_gradients(
 
     Args:
         hooks: the hooks of the run
-        operations: the ops of the forward pass, and of the functions that they call
+        special: the special ops of the forward pass, and of the functions that it calls
         backward_ops: the result of ``add_backward_pass``
     """
     needs_python = any(op.type == "EagerPyFunc" for op in backward_ops)
     lines = (
         locate_calls(hooks, read_calls(op))
-        for op in operations
-        if compat.has_own_gradient(op) and (needs_python or op.type != "EagerPyFunc")
+        for op in special.own
+        if needs_python or op.type != "EagerPyFunc"
     )
     return tuple(dict.fromkeys(lines))
 
@@ -109,7 +128,8 @@ def add_backward_pass(
         captured = [inner for outer, inner in graph.captures if id(outer) in handles]
         try:
             tf.gradients(objective.value, captured)
-        except Exception:  # the first step fails in the same way, and its message names the hook
+        except Exception as error:  # the step probably fails, too, and its message names the hook
+            warn(f"the backward pass cannot be examined before training: {format_error(error)}")
             return []
     return [
         BackwardOp(called_op.type, _join_tracebacks(compat.find_forward_op(op), called_op))
