@@ -77,6 +77,8 @@ class StepResult(NamedTuple):
 
     Attributes:
         loss: the objectives summed over the replicas; empty if they are not needed
+        weight: a list with the weight of the batch of the last update, divided by the global batch
+            size; empty without ``batch_weight``
         gradients: the gradients summed over the replicas, before ``update_pre`` can clip them; a
             sparse gradient has each index once
         update_gradients: the gradients that optimizers apply, as ``update_pre`` returned them
@@ -91,6 +93,7 @@ class StepResult(NamedTuple):
     """
 
     loss: dict[str, PerReplica]
+    weight: list[PerReplica]
     gradients: GradientsByObjective
     update_gradients: GradientsByObjective
     display_gradients: dict[str, UserObject]
@@ -182,6 +185,7 @@ def update_once(
     result = update(context, replicas, global_batch.examples, variables, contribution, total)
     return StepResult(
         loss=result.summed.loss,
+        weight=total.weight,
         gradients=result.summed.gradients,
         update_gradients=result.updates.applied,
         display_gradients=result.updates.displayed,
@@ -222,6 +226,7 @@ def update_logical_replicas(
     replicas.run(partial(computation.states.assign, BETWEEN_STEPS))
     return StepResult(
         loss=summed.loss,
+        weight=total.weight,
         gradients=summed.gradients,
         update_gradients=updates.applied,
         display_gradients=updates.displayed,

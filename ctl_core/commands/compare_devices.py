@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -26,6 +26,7 @@ from ctl_core.evaluation.sets import EvaluationSet
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
 from ctl_core.model.summed_variables import refuse_uses_of_parts
+from ctl_core.numerics.rounding import round_coarsely
 from ctl_core.run.errors import CtlError, RunError, SetupError, format_error
 from ctl_core.run.settings import Config
 from ctl_core.session.process import prepare_process
@@ -135,7 +136,7 @@ class Comparison:
         self._on_three = self._measure_on(DEVICES)
         self._in_micro_batches = None
         if micro_batches > 1:
-            self._in_micro_batches = self._measure_on(1, micro_batches)
+            self._in_micro_batches = self._measure_on(1, micro_batches=micro_batches)
 
     def refuse_uses_of_parts(self) -> None:
         """Rejects a step or an evaluation on several devices that uses a part of a sum.
@@ -171,9 +172,31 @@ class Comparison:
 
     def _describe_differences(self, measurement: Measurement, where: str) -> list[str]:
         differences = find_differences(self._on_one, measurement)
+        if differences:
+            differences = find_differences(self._on_one, measurement, self._rounded)
         return describe_differences(self._on_one, differences, where)
 
-    def _measure_on(self, devices: int, micro_batches: int = 1) -> Measurement:
+    @functools.cached_property
+    def _rounded(self) -> Measurement | None:
+        """A measurement on one device that rounds coarsely; None if it is not possible."""
+        try:
+            return self._measure_on(1, round_coarsely)
+        except (CtlError, tf.errors.OpError, ValueError, TypeError):
+            return None
+
+    def _measure_on(
+        self,
+        devices: int,
+        trace: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        micro_batches: int = 1,
+    ) -> Measurement:
+        """Returns the values of a run.
+
+        Args:
+            devices: the number of devices
+            trace: a context in which the steps and the evaluation are traced
+            micro_batches: the number of micro-batches
+        """
         config = dataclasses.replace(
             self._config, accumulate_steps=micro_batches, virtual_devices=devices
         )
@@ -182,7 +205,8 @@ class Comparison:
         with open_on_devices(hooks, config, self._console) as state:
             share_evaluation_data(state, self._evaluation_sets)
             observer = Observer(state, self._noisy_steps)
-            observations = observer.observe()
+            with trace():
+                observations = observer.observe()
             self._noisy_steps = observer.noisy_steps
         return Measurement(state, observer.graph, observations, sorted(grad_pre.adding_layers))
 

@@ -10,8 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.commands.observation import (
+    EVAL_LOSS,
     EXTRA_LOSS,
     GRADIENT,
+    LOGGED,
+    LOSS,
     ORDER,
     UPDATE,
     Array,
@@ -26,6 +29,10 @@ from ctl_core.numerics.variables import unwrap
 
 TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 3e-2
+# The kinds that become larger in proportion if the loss is multiplied by a number.
+OF_LOSS = (EXTRA_LOSS, LOSS, LOGGED, EVAL_LOSS)
+# Rounding errors may be larger than those that were measured, by up to this factor.
+_ROUNDING_FACTOR = 4
 
 
 class Measurement(NamedTuple):
@@ -61,20 +68,29 @@ class Difference:
     elsewhere: str
 
 
-def find_differences(expected: Measurement, actual: Measurement) -> list[Difference]:
+def find_differences(
+    expected: Measurement, actual: Measurement, rounded: Measurement | None = None
+) -> list[Difference]:
     """Returns the values that differ from those of one device, the most probable cause first.
 
     For each value, only the first step in which it differs is reported. If any value differs before
     the last step, the last step is ignored, because all values differ after a wrong update.
+
+    Args:
+        expected: the measurement on one device
+        actual: the measurement to compare
+        rounded: a measurement on one device that rounds coarsely. Differences that are not larger
+            than those of this measurement may be rounding errors, and are left out.
     """
     tolerance = TOLERANCE
     if expected.state.computed_in:
         tolerance = LOW_PRECISION_TOLERANCE
     expected_steps, expected_evaluation = expected.observations
     actual_steps, actual_evaluation = actual.observations
-    steps = list(zip(expected_steps, actual_steps, strict=False))
+    rounded_steps, rounded_evaluation = (rounded or expected).observations
+    steps = list(zip(expected_steps, actual_steps, rounded_steps, strict=False))
     differences: dict[ValueKey, Difference] = {}
-    for number, (expected_values, actual_values) in enumerate(steps):
+    for number, (expected_values, actual_values, rounded_values) in enumerate(steps):
         if differences and number == len(steps) - 1:
             break
         gradient_tolerance = tolerance
@@ -83,51 +99,82 @@ def find_differences(expected: Measurement, actual: Measurement) -> list[Differe
             # the decision of a ReLU or a maximum, which changes gradients more than outputs.
             gradient_tolerance = 10 * tolerance
         for difference in compare_values(
-            expected_values, actual_values, tolerance, gradient_tolerance
+            expected_values, actual_values, rounded_values, tolerance, gradient_tolerance
         ):
             differences.setdefault((difference.kind, difference.name), difference)
+        if has_only_rounding(expected_values, rounded_values):
+            break  # an optimizer such as Adam would amplify rounding errors to whole steps
     of_steps = sorted(differences.values(), key=lambda difference: ORDER.index(difference.kind))
-    of_evaluation = compare_values(expected_evaluation, actual_evaluation, tolerance, tolerance)
+    of_evaluation = compare_values(
+        expected_evaluation, actual_evaluation, rounded_evaluation, tolerance, tolerance
+    )
     return [*of_steps, *of_evaluation]
 
 
 def compare_values(
-    expected: Values, actual: Values, tolerance: float, gradient_tolerance: float
+    expected: Values, actual: Values, rounded: Values, tolerance: float, gradient_tolerance: float
 ) -> list[Difference]:
     """Returns the values that differ by more than rounding, see ``find_pair``."""
-    steepest = {kind: find_largest_of_kind(expected, kind) for kind in (GRADIENT, UPDATE)}
+    least = {kind: find_largest_of_kind(expected, kind) for kind in (GRADIENT, UPDATE)}
+    least |= dict.fromkeys(OF_LOSS, 0.0)  # the unit of a loss is arbitrary
     differences = []
+    skips_updates = has_only_rounding(expected, rounded)
     for (kind, name), (expected_array, *_) in expected.items():
+        if kind is UPDATE and skips_updates:
+            continue
+        relative = gradient_tolerance if kind in (GRADIENT, UPDATE) else tolerance
+        largest = max(find_largest(expected_array), least.get(kind, 1.0))
+        rounding = find_rounding(expected_array, rounded.get((kind, name), []))
         for array in actual.get((kind, name), []):
-            if kind in steepest:
-                pair = find_pair(expected_array, array, gradient_tolerance, steepest[kind])
-            else:
-                pair = find_pair(expected_array, array, tolerance, 1.0)
+            pair = find_pair(expected_array, array, max(relative * largest, rounding))
             if pair is not None:
                 differences.append(Difference(kind, name, *pair))
                 break
     return differences
 
 
-def find_pair(
-    expected: Array, actual: Array, tolerance: float, least: float
-) -> tuple[str, str] | None:
+def has_only_rounding(expected: Values, rounded: Values) -> bool:
+    """Returns whether the gradients of a step consist of rounding errors."""
+    errors = [
+        find_rounding(array, rounded.get(key, []))
+        for key, (array, *_) in expected.items()
+        if key[0] is GRADIENT
+    ]
+    return max(errors, default=0.0) > find_largest_of_kind(expected, GRADIENT)
+
+
+def find_rounding(expected: Array, rounded: list[Array]) -> float:
+    """Returns the largest difference that rounding can make; 0 if it was not measured."""
+    if isinstance(expected, tf.RaggedTensor):
+        return 0.0
+    changes = [
+        find_largest(cast_up(array) - cast_up(expected))
+        for array in rounded
+        if array.shape == expected.shape and expected.dtype != bool
+    ]
+    return _ROUNDING_FACTOR * max(changes, default=0.0)
+
+
+def cast_up(array: np.ndarray) -> np.ndarray:
+    """Returns an array of numbers in float64 or complex128."""
+    return array.astype(np.result_type(array.dtype, np.float64))
+
+
+def find_pair(expected: Array, actual: Array, rounding: float) -> tuple[str, str] | None:
     """Returns the first two numbers that differ, or the two shapes; None if the arrays agree.
 
-    Integers have to be equal. Other numbers agree if their difference is at most ``tolerance``
-    times the largest expected number, or times ``least`` if that is larger. For ragged tensors,
-    only the shapes are compared.
+    Integers have to be equal. The difference of other numbers may be at most ``rounding``. For
+    ragged tensors, only the shapes are compared.
     """
     if tuple(expected.shape) != tuple(actual.shape):
         return f"shape {tuple(expected.shape)}", f"shape {tuple(actual.shape)}"
     if isinstance(expected, tf.RaggedTensor):
         return None
-    rounding = 0.0
-    if not np.issubdtype(expected.dtype, np.integer) and expected.dtype != bool:
-        dtype = np.result_type(expected.dtype, np.float64)  # complex numbers stay complex
-        expected = expected.astype(dtype)
-        actual = actual.astype(dtype)
-        rounding = tolerance * max(find_largest(expected), least)
+    if np.issubdtype(expected.dtype, np.integer) or expected.dtype == bool:
+        rounding = 0.0
+    else:
+        expected = cast_up(expected)
+        actual = cast_up(actual)
     equal = np.isclose(expected, actual, rtol=0, atol=rounding, equal_nan=True)
     if equal.all():
         return None

@@ -28,7 +28,7 @@ from ctl_core.numerics.randomness import is_noise_of_replica
 from ctl_core.numerics.variables import cast_to_float32, is_summed, name_variable, walk
 from ctl_core.types import Model, ModelOutput
 
-FETCHES = frozenset({"loss", "gradients", "update_gradients", "output", "variables"})
+FETCHES = frozenset({"loss", "weight", "gradients", "update_gradients", "output", "variables"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,7 @@ _METRIC = (
 )
 VARIABLE = Kind("variable", ("create_model",), _EXCHANGE)
 OUTPUT = Kind("output", ("create_model",), _EXCHANGE, ("variable",))
+WEIGHT = Kind("weight of the batch", ("batch_weight",), _NO_SUM, ("variable", "output"))
 EXTRA_LOSS = Kind(
     "extra loss",
     ("grad_pre", "create_model"),
@@ -67,7 +68,9 @@ EXTRA_LOSS = Kind(
     f"mean over the rows, or {_EXCHANGE}",
     ("variable", "output"),
 )
-LOSS = Kind("loss", ("grad_pre", "create_loss"), _NO_SUM, ("variable", "output"))
+LOSS = Kind(
+    "loss", ("grad_pre", "create_loss"), _NO_SUM, ("variable", "output", "weight of the batch")
+)
 LOGGED = Kind(
     "part of the loss", ("grad_pre",), "pass it one number per example", ("variable", "output")
 )
@@ -75,7 +78,7 @@ GRADIENT = Kind(
     "gradient",
     ("grad_pre", "create_loss"),
     _EXCHANGE,
-    ("variable", "output", "extra loss", "loss"),
+    ("variable", "output", "weight of the batch", "extra loss", "loss"),
 )
 UPDATE = Kind("update", ("update_pre",), _EXCHANGE, (*GRADIENT.follows, "gradient"))
 TRAIN_METRIC = Kind("train metric", ("train_metric_pre",), _METRIC, ("variable", "output", "loss"))
@@ -86,7 +89,8 @@ METRIC = Kind("metric", ("metric_pre",), _METRIC, ("output",))
 # The kinds, in the order in which a step computes them. If a value differs, values of later kinds
 # may differ as a result.
 ORDER = (
-    VARIABLE, OUTPUT, EXTRA_LOSS, LOSS, LOGGED, GRADIENT, UPDATE, TRAIN_METRIC, EVAL_LOSS, METRIC,
+    VARIABLE, OUTPUT, WEIGHT, EXTRA_LOSS, LOSS, LOGGED, GRADIENT, UPDATE, TRAIN_METRIC, EVAL_LOSS,
+    METRIC,
 )  # fmt: skip
 
 Array: TypeAlias = np.ndarray | tf.RaggedTensor
@@ -286,8 +290,10 @@ def read_variables(state: State, exact: bool) -> Iterator[tuple[ValueKey, list[A
 
 
 def read_step(state: State, fetched: dict[str, Any]) -> Values:
-    """Returns the values of a step: outputs, losses, gradients, updates and train metrics."""
+    """Returns the values of a step: outputs, weight, losses, gradients, updates, train metrics."""
     values: Values = dict(read_outputs(state, fetched["output"]))
+    for weight in fetched["weight"]:  # without batch_weight, there is none
+        values[WEIGHT, ""] = [weight.numpy()]
     results = read_results(state.components.list_logged_metrics())
     values |= read_losses(state, by_objective(fetched["loss"]), results.scalars)
     for name, array in results.arrays.items():

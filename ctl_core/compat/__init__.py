@@ -14,8 +14,8 @@ function that uses the name must then be corrected.
                      the eager context: _seed, _rng; whether ops are deterministic; the names of the
                      variables of random generators
     graphs.py        FuncGraph: _watched_variables, _get_function, _variable_creator_stack; the
-                     resources that an op writes; the stack and status of AutoGraph; the eager
-                     context: _config
+                     resources that an op writes; the stack and status of AutoGraph; the results of
+                     new ops; the eager context: _config
     gradients.py     the registry of gradients; the closures of tf.custom_gradient and
                      tf.recompute_grad; Operation: _original_op
     distribution.py  which replica writes summaries; the context of an update; the resource of a
@@ -81,6 +81,7 @@ from ctl_core.compat.gradients import (
 from ctl_core.compat.graphs import (
     add_called_ops,
     allow_autograph,
+    change_results,
     check_float8,
     find_called_graphs,
     find_captured_variables,
@@ -123,6 +124,7 @@ __all__ = [
     "add_called_ops",
     "allow_autograph",
     "broadcast_any_dtype",
+    "change_results",
     "check_float8",
     "classify_gradient",
     "convert_variables",

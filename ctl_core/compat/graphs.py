@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.debug.lib import check_numerics_callback
-from tensorflow.python.eager import context
-from tensorflow.python.framework import auto_control_deps_utils
+from tensorflow.python.eager import context, record
+from tensorflow.python.framework import auto_control_deps_utils, op_callbacks
 
 from ctl_core.compat.patches import Scope, set_attributes, wrap_function
 
@@ -101,6 +101,36 @@ def allow_autograph() -> contextlib.AbstractContextManager[Any]:
     functions that hooks pass to ``Dataset.map``.
     """
     return ag_ctx.ControlStatusCtx(status=ag_ctx.Status.UNSPECIFIED)
+
+
+@contextlib.contextmanager
+def change_results(change: Callable[[str, tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    """Replaces the results of the ops that this thread adds to graphs inside the context.
+
+    Gradients are those of the ops, as if the results had not been replaced.
+
+    Args:
+        change: returns a replacement, given the type of the op and a result
+    """
+
+    def call(
+        op_type: str,
+        inputs: Sequence[tf.Tensor],
+        attributes: Sequence[Any],
+        outputs: Sequence[tf.Tensor],
+        op_name: str | None = None,
+        graph: tf.Graph | None = None,
+    ) -> list[tf.Tensor] | None:
+        if graph is None:  # an op that runs eagerly
+            return None
+        with record.stop_recording():
+            return [change(op_type, output) for output in outputs]
+
+    op_callbacks.add_op_callback(call)
+    try:
+        yield
+    finally:
+        op_callbacks.remove_op_callback(call)
 
 
 def leave_constants_unchecked() -> Scope:

@@ -104,6 +104,16 @@ def refuse_exchanges(hooks: Hooks, operations: Iterable[TypedOp], value: str = "
             )
 
 
+def makes_exchange(operations: Iterable[TypedOp]) -> bool:
+    """Returns whether ops exchange values between replicas, even if there is only one replica."""
+    return any(
+        name in _EXCHANGES and file in _COLLECTIVES
+        for op in operations
+        if op.type == "Identity"
+        for file, _, name in read_calls(op)
+    )
+
+
 def refuse_calls_of_collectives(hooks: Hooks, operations: Iterable[TypedOp], reason: str) -> None:
     """Rejects collectives between replicas in hooks, and in the objects that hooks returned.
 

@@ -283,6 +283,73 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
 # ---- Comparison of devices -------------------------------------------------------------------
 
 
+def survival_hooks(scale: float, wrong: float = 1.0) -> Any:
+    """Returns the hooks of a survival model with the loss of Cox, which exchanges what it needs.
+
+    If nothing is wrong, each batch has a single event, of the patient who is observed longest. The
+    loss of this patient is a difference of equal numbers, and its gradient is zero.
+
+    Args:
+        scale: a number that multiplies the loss
+        wrong: a number that multiplies the loss of the second replica
+    """
+    inputs = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    times = np.tile(np.arange(8, dtype="float32"), 4)
+    events = (times == 7.0) | (wrong != 1.0) & (times % 2.0 == 0.0)
+
+    def create_model() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1, use_bias=False)]
+        return keras.Sequential([keras.Input((4,)), *layers])
+
+    def loss(pair: Any) -> tf.Tensor:
+        risk, target = pair[0][:, 0], pair[1]
+        risks, all_times = ctl_core.all_gather((risk, target["time"]))
+        is_at_risk = all_times[None, :] >= target["time"][:, None]
+        total = tf.reduce_logsumexp(tf.where(is_at_risk, risks[None, :], -1e9), 1)
+        factor = scale * tf.where(tf.equal(ctl_core.replica_id(), 1), wrong, 1.0)
+        return factor * target["event"] * (total - risk)
+
+    return make_hooks(
+        create_dataset=sliced((inputs, {"time": times, "event": events.astype("float32")})),
+        create_model=create_model,
+        create_loss=lambda: loss,
+        create_opt=lambda lr: keras.optimizers.Adam(lr),
+        batch_weight=lambda batch: tf.reduce_sum(batch[1]["event"]),
+    )
+
+
+@pytest.mark.parametrize("scale", small.slow_but(1e6, of=(1.0, 1e6, 1e-6)))
+def test_rounding_errors_of_a_sum_that_cancels_are_no_difference(
+    check: Check, scale: float
+) -> None:
+    check(survival_hooks(scale), batch_size=8)
+
+
+@pytest.mark.parametrize("scale", small.slow_but(1e-6, of=(1.0, 1e6, 1e-6)))
+def test_an_error_of_one_percent_is_found_in_any_unit(check: Check, scale: float) -> None:
+    with pytest.raises(ctl_core.SetupError, match=r"create_loss .* differ"):
+        check(survival_hooks(scale, wrong=1.01), batch_size=8)
+
+
+@pytest.mark.slow
+def test_weights_of_a_batch_that_replicas_exchange_are_compared(check: Check) -> None:
+    """The weight is the number of errors above the mean error; exchanged twice, it is wrong."""
+
+    def count_large(output: Any, batch: Any) -> tf.Tensor:
+        errors = tf.abs(output - batch[1])
+        is_large = errors > ctl_core.all_reduce(tf.reduce_mean(errors), "mean")
+        return tf.reduce_sum(tf.cast(is_large, tf.float32))
+
+    check(hooks(batch_weight=count_large))
+
+    def count_twice(output: Any, batch: Any) -> tf.Tensor:
+        return ctl_core.all_reduce(count_large(output, batch))
+
+    with pytest.raises(ctl_core.SetupError, match=r"batch_weight .*: the weight of the batch d"):
+        check(hooks(batch_weight=count_twice))
+
+
 @pytest.mark.parametrize(
     ("batch", "micro_batches", "size"),
     [(64, 1, 64), (63, 1, 62), (1, 1, 4), (3, 1, 4), (6, 1, 5), (64, 2, 61), (1, 4, 5), (8, 8, 10)],

@@ -709,3 +709,21 @@ def test_autograph_is_allowed_within_a_function_that_it_does_not_convert() -> No
             return list(map(int, numbers.map(halve_even)))
 
     assert read() == [0, 1, 1, 3]
+
+
+def test_results_of_ops_in_a_graph_are_replaced() -> None:
+    def double_squares(op_type: str, result: tf.Tensor) -> tf.Tensor:
+        return 2.0 * result if op_type == "Square" else result
+
+    @tf.function
+    def differentiate(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            square = tf.square(value)
+        return square, tape.gradient(square, value)
+
+    with compat.change_results(double_squares):
+        square, gradient = differentiate(tf.constant(3.0))
+        assert float(tf.square(3.0)) == 9.0
+    assert (float(square), float(gradient)) == (18.0, 6.0)
+    assert float(tf.function(tf.square)(3.0)) == 9.0

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core import all_gather, all_reduce
-from tests.golden import engine, small
+from tests.golden import compare, engine, small
+from tests.golden.reference import RATE
 from tests.golden.test_any_batch import train_on
 
 
@@ -53,3 +54,32 @@ def test_what_cannot_be_exchanged(train: engine.Train, name: str) -> None:
     assert len(messages[0].split()) <= 30
     pattern = rf"loss_pre \(test_exchanges.py:\d+\): .*{words}"
     assert re.match(pattern, messages[0]), messages[0]
+
+
+def test_a_weight_that_depends_on_the_whole_batch(train: engine.Train) -> None:
+    """The loss is that of the larger half of the errors in the batch, divided by their number."""
+
+    def find_hard(output: Any, batch: Any) -> tuple[Any, Any]:
+        errors = small.squared_error((output, batch[1]))
+        in_order = tf.sort(all_gather(errors), direction="DESCENDING")
+        limit = in_order[(tf.size(in_order) + 1) // 2 - 1]
+        return errors, tf.stop_gradient(tf.cast(errors >= limit, tf.float32))
+
+    def loss_pre(output: Any, batch: Any) -> Any:
+        return find_hard(output, batch)
+
+    hooks = small.hooks(
+        loss_pre=loss_pre,
+        create_loss=lambda: lambda pair: pair[0] * pair[1],
+        batch_weight=lambda output, batch: tf.reduce_sum(find_hard(output, batch)[1]),
+    )
+    state = train(hooks, virtual_devices=3, **small.settings(6))
+    model = small.create_model()
+    for inputs, target in small.create_dataset(small.BATCH).take(6):
+        with tf.GradientTape() as tape:
+            errors = small.squared_error((model(inputs), target))
+            loss = tf.reduce_mean(tf.math.top_k(errors, small.BATCH // 2).values)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(RATE * gradient)
+    compare.assert_close(state.train_model.weights, model.weights)
