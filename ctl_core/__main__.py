@@ -48,8 +48,10 @@ try:
         HooksFile,
         check_compiles,
         find_callbacks,
+        find_modules,
         load_callbacks,
     )
+    from ctl_core.hooks.project_modules import ProjectModules
     from ctl_core.hooks.reference import find_spec, format_hook, format_table
     from ctl_core.run.files import choose_run_name
     from ctl_core.run.output import keep_outputs
@@ -237,7 +239,6 @@ def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
         hooks_file: the file with the hooks
     """
     is_training = command.name == "train"
-    folder = Path.cwd()
     if is_training and sys.stdout.isatty():
         run = config.run_name or "a new run"
         print(f"{run}: loading TensorFlow …", flush=True)
@@ -251,7 +252,29 @@ def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
     quiet_libraries(not config.debug)
     if not is_training:
         signals.leave_to_system()
-    callbacks = load_callbacks(hooks_file)
+    if hooks_file.path == hooks_file.stands_for:
+        return _run_hooks(command, config, hooks_file)
+    modules = find_modules(hooks_file, Path.cwd())  # a run also has copies of the modules
+    with modules.activate():
+        return _run_hooks(command, config, hooks_file, modules)
+
+
+def _run_hooks(
+    command: Command,
+    config: Config,
+    hooks_file: HooksFile,
+    modules: ProjectModules | None = None,
+) -> int:
+    """Imports the hooks and runs a command with them.
+
+    Args:
+        command: the command
+        config: the settings of the command that apply to this process
+        hooks_file: the file with the hooks
+        modules: the modules of a copy, which are active; None if the file is not a copy
+    """
+    folder = Path.cwd()
+    callbacks = load_callbacks(hooks_file, modules=modules)
     # If callbacks.py has changed the working directory, the folder of the run must stay the same.
     if Path.cwd() != folder:
         config = dataclasses.replace(
@@ -261,7 +284,7 @@ def _run_here(command: Command, config: Config, hooks_file: HooksFile) -> int:
         )
     if hooks_file.path != hooks_file.stands_for:
         config = dataclasses.replace(config, callbacks=command.trained_with)
-    if is_training:
+    if command.name == "train":
         return _train(callbacks, config, command.options)
     from ctl_core.commands import use
 

@@ -23,7 +23,14 @@ import tensorflow as tf
 from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.checkpoint.source import CheckpointName
 from ctl_core.compat import allow_autograph, make_scratch_graph, run_layers
-from ctl_core.hooks.callbacks_file import find_callbacks, find_modules, load_callbacks
+from ctl_core.hooks.callbacks_file import (
+    SAVED,
+    HooksFile,
+    find_callbacks,
+    find_modules,
+    find_saved_callbacks,
+    load_callbacks,
+)
 from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.recording import find_tables
 from ctl_core.input.batches import count_rows, make_placeholders, set_rows
@@ -34,7 +41,7 @@ from ctl_core.numerics.constants import SplitOutput, is_constant, restore_consta
 from ctl_core.numerics.variables import cast_to_float32
 from ctl_core.read_only import restore_run
 from ctl_core.run.console import create_console
-from ctl_core.run.errors import SetupError, find_users_line, format_error
+from ctl_core.run.errors import SetupError, find_users_line, format_error, quote
 from ctl_core.run.files import relative_path
 from ctl_core.run.layers import resolve
 from ctl_core.run.settings import Config
@@ -413,7 +420,9 @@ def load(
         checkpoint: the step of the checkpoint; ``best`` for the checkpoint that ``keep_best``
             keeps; or ``last``. Default: the best checkpoint if the run keeps it, otherwise the
             newest one
-        callbacks: a module, a dict or any object with the hooks, instead of the project's file
+        callbacks: a module, a dict or any object with the hooks, instead of the project's file.
+            ``"saved"`` uses the copies in the run folder: the hooks and modules with which the run
+            was trained. They read their data from the project
 
     Raises:
         SetupError: there is no such run or checkpoint, or the model cannot be served; or this
@@ -428,12 +437,9 @@ def load(
     with contextlib.ExitStack() as stack:
         for context in (*contexts, allow_autograph()):
             stack.enter_context(context)
-        if callbacks is None:
-            name = config.callbacks
+        if callbacks is None or isinstance(callbacks, str):
             project = _find_project(folder, config.runs_dir)
-            hooks_file = find_callbacks(
-                name, folder, name, training=False, project=project, is_named=False
-            )
+            hooks_file = _find_hooks_file(folder, config.callbacks, project, callbacks)
             if hooks_file.note:
                 create_console().say(hooks_file.note)
             modules = find_modules(hooks_file, project)
@@ -485,6 +491,28 @@ def _note_loading(folder: Path) -> Iterator[None]:
         yield
     finally:
         _loading.folders.remove(folder)
+
+
+def _find_hooks_file(run: Path, name: str, project: Path, callbacks: str | None) -> HooksFile:
+    """Returns the file with the hooks of a run that is loaded.
+
+    Args:
+        run: the folder of the run
+        name: the path of the file in the project
+        project: the folder of the project
+        callbacks: ``saved`` for the copy in the run folder; None for the project's file
+
+    Raises:
+        SetupError: there is no such file.
+    """
+    if callbacks is None:
+        return find_callbacks(name, run, name, training=False, project=project, is_named=False)
+    if callbacks == SAVED:
+        return find_saved_callbacks(run, name, project)
+    raise SetupError(
+        "callbacks: expected a module, a dict or an object with the hooks, or 'saved' for the "
+        f"hooks with which the run was trained, got {quote(callbacks)}."
+    )
 
 
 @contextmanager

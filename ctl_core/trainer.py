@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -203,11 +203,17 @@ class Trainer:
             for criterion_state in progress.best.values():
                 criterion_state[2] = 0  # early_stop starts to count evaluations again
 
-    def train(self, hooks_file: bytes | None = None) -> None:
+    def train(
+        self,
+        hooks_file: bytes | None = None,
+        read_modules: Callable[[], Mapping[str, bytes]] = dict,
+    ) -> None:
         """Trains the run to its last step, and prints how training begins and ends.
 
         Args:
             hooks_file: the content of the file with the hooks; the run saves a copy of it
+            read_modules: returns the content of the modules that the hooks import, by path; the run
+                saves copies of them
         """
         state = self.state
         run = self._run
@@ -219,7 +225,14 @@ class Trainer:
         if state.cluster.task.chief and (going_on or not run.config_file.exists()):
             run.listeners.candidates.append(Pace(state, run.summaries))
             compilation = str(state.compilation)
-            run.open(state.config, self.start, hooks_file, self.functions.devices, compilation)
+            run.open(
+                state.config,
+                self.start,
+                hooks_file,
+                read_modules(),
+                self.functions.devices,
+                compilation,
+            )
             console.listeners = run.listeners
             console.read_rates = functools.partial(read_rates, state)
         self._print_start(going_on)

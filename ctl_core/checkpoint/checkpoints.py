@@ -47,6 +47,7 @@ from ctl_core.compat import (
     find_written_resources,
     read_max_to_keep,
 )
+from ctl_core.hooks.callbacks_file import COPY
 from ctl_core.hooks.recording import find_tables, list_freezable, read_flags, set_flags
 from ctl_core.model.averages import MovingStatistics
 from ctl_core.model.copies import ReplicaCopies
@@ -561,6 +562,7 @@ class Checkpoints:
             raise SetupError(
                 f"the checkpoint {relative_path(user_part)} no longer fits the model: "
                 f"{format_error(error)} Undo the change, or choose another run_name."
+                f"{self._explain_saved_hooks()}"
             ) from error
         if self._state.step != step:
             raise Damaged(f"its files are of step {self._state.step}")
@@ -570,6 +572,16 @@ class Checkpoints:
                 layer.finalize_state()  # recomputes constants that depend on the layer's variables
         self._state.progress = progress
         return record
+
+    def _explain_saved_hooks(self) -> str:
+        """Returns how to read the run with the hooks that it was trained with, for a message."""
+        copy = self._state.run_dir / COPY
+        if not copy.is_file():
+            return ""
+        return (
+            f" To read the run with the hooks that it was trained with: {relative_path(copy)}, see "
+            '--callbacks, or ctl.load(run, callbacks="saved") in Python.'
+        )
 
     def _restore_statistics(self, folder: Path, record: Record) -> None:
         """Restores the values that differ between replicas.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from ctl_core.cluster.strategy import find_task
 from ctl_core.cluster.sync import join_peers
 from ctl_core.commands.inherited import inherit_settings
 from ctl_core.compat import describe_untested
-from ctl_core.hooks.callbacks_file import read_hooks_file
+from ctl_core.hooks.callbacks_file import read_hooks_file, read_modules
 from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State
 from ctl_core.run.console import Console
@@ -117,5 +118,6 @@ def _train_alone(
         check_losses(state, console)
         with contextlib.closing(Trainer(state, run, console, signals, watch)) as trainer:
             trainer.restore(go_on)
-            trainer.train(hooks_file)
+            modules = functools.partial(read_modules, callbacks, config.callbacks)
+            trainer.train(hooks_file, modules)
     return state

@@ -115,11 +115,11 @@ def change_results(change: Callable[[str, tf.Tensor], tf.Tensor]) -> Iterator[No
 
     def call(
         op_type: str,
-        inputs: Sequence[tf.Tensor],
-        attributes: Sequence[Any],
+        _inputs: Sequence[tf.Tensor],
+        _attributes: Sequence[Any],
         outputs: Sequence[tf.Tensor],
-        op_name: str | None = None,
         graph: tf.Graph | None = None,
+        **_: Any,
     ) -> list[tf.Tensor] | None:
         if graph is None:  # an op that runs eagerly
             return None

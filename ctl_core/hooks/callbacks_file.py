@@ -1,7 +1,8 @@
 """Finds and imports the file with the hooks, whose name is callbacks.py by default.
 
-Each run folder contains a copy of the file with which the run was trained. The copy can be passed
-to ``--callbacks``. Modules that the file imports are not copied.
+Each run folder contains a copy of the file with which the run was trained, and copies of the
+project's modules that it imports. The copy of the file can be passed to ``--callbacks``; its
+modules are then the copies, too.
 """
 
 import dataclasses
@@ -13,14 +14,20 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ctl_core.hooks.project_modules import ProjectModules
-from ctl_core.run.errors import CtlError, SetupError, format_error, format_name
+from ctl_core.hooks.project_modules import (
+    ProjectModules,
+    find_changed_modules,
+    read_project_modules,
+)
+from ctl_core.run.errors import CtlError, SetupError, format_error, format_name, make_line
 from ctl_core.run.files import relative_path
 from ctl_core.run.settings import Config
 
 # The default name of the file in a project, and the name of the copy in each run folder.
 DEFAULT = Config().callbacks
 COPY = "callbacks.py"
+MODULE_COPIES = "modules"  # the folder in each run folder with copies of the project's modules
+SAVED = "saved"  # the value of ``callbacks`` with which ``load`` uses the copies
 # The module name of a hooks file that is not the project's callbacks.py. It differs from
 # ``callbacks``, so that the file can import the project's callbacks.py as ``callbacks``.
 MODULE = "ctl_callbacks"
@@ -90,14 +97,55 @@ def find_callbacks(
     if not path.is_file():
         cure = "name another"
         if has_copy:
-            cure = f"{copy_name} is the file with which the run was trained"
+            cure = f"{copy_name} is the file with which the run was trained{_IN_PYTHON}"
         raise _reject_missing(name, project, cure)
-    if not has_copy or copy.read_bytes() == path.read_bytes():
+    changed = []
+    if has_copy and copy.read_bytes() != path.read_bytes():
+        changed.append(name)
+    if has_copy:
+        changed += find_changed_modules(run / MODULE_COPIES, project)
+    if not changed:
         return HooksFile(path, path)
-    note = f"{format_name(name)} has changed since the run was trained; "
+    return HooksFile(path, path, _describe_changes(changed, training, copy_name))
+
+
+# Appended to a message about the copy of the hooks in a run.
+_IN_PYTHON = '; in Python, ctl.load(run, callbacks="saved") uses it'
+
+
+def _describe_changes(changed: list[str], training: bool, copy_name: str) -> str:
+    """Returns a note about files that have changed since a run was trained."""
+    names = make_line(", ".join(changed), 100)
+    have, file, one = "has", "file", "one"
+    if len(changed) > 1:
+        have, file, one = "have", "files", "ones"
+    note = f"{format_name(names)} {have} changed since the run was trained; "
     if training:
-        note += "the run continues with the current file; "
-    return HooksFile(path, path, f"{note}--callbacks {copy_name} uses the old one.")
+        note += f"the run continues with the current {file}; "
+    note += f"--callbacks {copy_name} uses the old {one}"
+    if not training:
+        note += _IN_PYTHON
+    return f"{note}."
+
+
+def find_saved_callbacks(run: Path, name: str, project: Path) -> HooksFile:
+    """Returns the copy of the hooks with which a run was trained.
+
+    Args:
+        run: the folder of the run
+        name: the path of the original file in the project
+        project: the folder of the project, in which the hooks find their data
+
+    Raises:
+        SetupError: the run has no copy.
+    """
+    copy = (run / COPY).absolute()
+    if not copy.is_file():
+        raise SetupError(
+            f"callbacks: there is no {format_name(relative_path(copy))}, because the hooks of the "
+            "run were not in a file; pass the hooks themselves."
+        )
+    return HooksFile(copy, project / name)
 
 
 def _reject_missing(name: str, project: Path, cure: str) -> SetupError:
@@ -120,11 +168,14 @@ def check_compiles(hooks_file: HooksFile) -> types.CodeType:
 
 
 def find_modules(hooks_file: HooksFile, project: Path) -> ProjectModules:
-    """Returns the modules that the file can import, for a run that is loaded."""
+    """Returns the modules that the file can import, for a run that is loaded, or for a copy."""
     folders = [hooks_file.stands_for.parent]
     if project != folders[0]:
         folders.append(project)
-    return ProjectModules(folders, [PROJECT, MODULE])
+    copies = None
+    if hooks_file.path != hooks_file.stands_for:
+        copies = hooks_file.path.parent / MODULE_COPIES
+    return ProjectModules(folders, [PROJECT, MODULE], copies)
 
 
 def load_callbacks(
@@ -137,8 +188,8 @@ def load_callbacks(
     Args:
         hooks_file: the file
         project: the folder of the project; None means the current folder
-        modules: the modules of a loaded run, which are active; None if the file belongs to the
-            command of this process, which has all modules in ``sys.modules``
+        modules: the modules of a loaded run or of a copy, which are active; None if the file
+            belongs to the command of this process, which has all modules in ``sys.modules``
 
     Raises:
         SetupError: the import fails; the message has the line. This includes a file that calls
@@ -188,12 +239,44 @@ def _explain(error: BaseException, hooks_file: HooksFile) -> str:
     text = format_error(error)
     if isinstance(error, CtlError):
         text = str(error)
+    elif isinstance(error, ImportError) and "relative import" in str(error):
+        text += (
+            "; the file is not imported as a part of a package, so use the full name of the "
+            f"module: from {_name_package(hooks_file)}MODULE import ..."
+        )
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(hooks_file.path)]
     place = hooks_file.path.name
     if lines:
         place += f":{lines[-1]}"
     return f"{place}: {text}"
+
+
+def _name_package(hooks_file: HooksFile) -> str:
+    """Returns the package of a file's folder with a dot, as seen from the project."""
+    folder = hooks_file.stands_for.parent
+    if folder == Path.cwd() or not folder.is_relative_to(Path.cwd()):
+        return ""
+    return f"{'.'.join(folder.relative_to(Path.cwd()).parts)}."
+
+
+def read_modules(callbacks: Any, name: str) -> dict[str, bytes]:
+    """Returns the content of the modules that the hooks have imported, by path in the project.
+
+    Args:
+        callbacks: the hooks; if they are not in a file, the result is empty
+        name: the setting ``callbacks``
+    """
+    if read_hooks_file(callbacks) is None or getattr(callbacks, "__file__", None) is None:
+        return {}
+    file = Path(callbacks.__file__).absolute()
+    project = file.parent
+    parts = Path(name).parts
+    if file.parts[-len(parts) :] == parts:
+        project = Path(*file.parts[: -len(parts)])
+    contents = read_project_modules(project)
+    contents.pop(file.relative_to(project).as_posix(), None)
+    return contents
 
 
 def read_hooks_file(callbacks: Any) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Gives each loaded run its own modules, so that they do not mix with those of the process.
+"""Gives each loaded run its own modules, and finds the modules that a run folder has copies of.
 
 ``ctl.load`` may load runs of several projects, and of this project before and after an edit. Their
 files import modules that have the same names, such as ``features``, but not the same content.
@@ -28,14 +28,23 @@ class ProjectModules(importlib.abc.MetaPathFinder):
     except within ``activate`` and while an import statement of these modules runs.
     """
 
-    def __init__(self, folders: Sequence[Path], names: Sequence[str]) -> None:
+    def __init__(
+        self, folders: Sequence[Path], names: Sequence[str], copies: Path | None = None
+    ) -> None:
         """Prepares to import modules; none is imported yet.
 
         Args:
-            folders: the folders in which modules are searched
+            folders: the folders in which modules are searched; the last one is the project
             names: further names of modules that belong to the project
+            copies: the folder with the copies of the project's modules in a run, which are used
+                instead of the files in the project. ``__file__`` is the path in the project, so
+                that a module finds its data
         """
         self._folders = [str(folder) for folder in folders]
+        self._copies = ""
+        if copies is not None and copies.is_dir():
+            self._copies = str(copies)
+            folders = [copies, *folders]
         self._names = {*names, *_list_modules(folders)} - _SHARED
         self._names -= {name for name in self._names if _is_library(sys.modules.get(name))}
         self._modules: dict[str, types.ModuleType] = {}
@@ -90,18 +99,37 @@ class ProjectModules(importlib.abc.MetaPathFinder):
         """Finds a module of the project; returns None for all other modules."""
         if fullname.partition(".")[0] not in self._names:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        find = importlib.machinery.PathFinder.find_spec
+        spec = None
+        if self._copies:
+            spec = find(fullname, [self._copies] if path is None else path, target)
+        if spec is None and self._copies and path is not None:
+            path = [folder.replace(self._copies, self._folders[-1]) for folder in path]
+        if spec is None:
+            spec = find(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Loader(fullname, spec.loader.path, self.builtins)
+            original = spec.loader.path
+            if self._copies:
+                original = original.replace(self._copies, self._folders[-1])
+            spec.loader = _Loader(fullname, spec.loader.path, self.builtins, original)
         return spec
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
     """Runs the present content of a file, with its own import statement."""
 
-    def __init__(self, name: str, path: str, names: dict[str, Any]) -> None:
+    def __init__(self, name: str, path: str, names: dict[str, Any], original: str) -> None:
+        """Prepares to run a file.
+
+        Args:
+            name: the name of the module
+            path: the path of the file
+            names: the builtins of the module
+            original: the path that the module has as ``__file__``
+        """
         super().__init__(name, path)
         self._builtins = names
+        self._original = original
 
     def get_code(self, fullname: str) -> types.CodeType:
         """Compiles the file. Bytecode might be stale if the file has just been edited."""
@@ -111,6 +139,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         vars(module)["__builtins__"] = self._builtins
+        module.__file__ = self._original
         super().exec_module(module)
 
 
@@ -127,3 +156,32 @@ def _list_modules(folders: Sequence[Path]) -> Iterator[str]:
 def _is_library(module: types.ModuleType | None) -> bool:
     file = getattr(module, "__file__", None) or ""
     return any(place in file for place in NOT_THE_USERS)
+
+
+def read_project_modules(project: Path) -> dict[str, bytes]:
+    """Returns the content of the project's modules that are imported, by path in the project."""
+    project = project.resolve()
+    contents = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if name == "__main__" or not file.endswith(".py") or _is_library(module):
+            continue
+        path = Path(file).resolve()
+        # If the module was imported from a copy, the loader has the path of the copy.
+        source = getattr(getattr(module, "__spec__", None), "loader", None)
+        with contextlib.suppress(OSError):  # the file was removed
+            if path.is_relative_to(project):
+                content = Path(getattr(source, "path", file)).read_bytes()
+                contents[path.relative_to(project).as_posix()] = content
+    return contents
+
+
+def find_changed_modules(copies: Path, project: Path) -> list[str]:
+    """Returns the paths of the copied modules that differ from the files in the project."""
+    changed = []
+    for copy in sorted(copies.rglob("*.py")):
+        path = copy.relative_to(copies)
+        original = project / path
+        if not original.is_file() or original.read_bytes() != copy.read_bytes():
+            changed.append(path.as_posix())
+    return changed

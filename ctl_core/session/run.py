@@ -8,7 +8,7 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +18,7 @@ from ctl_core.checkpoint.record import forget_checkpoints, has_lost_checkpoints
 from ctl_core.checkpoint.source import Source, find_start
 from ctl_core.cluster.task import Task
 from ctl_core.evaluation.summaries import Summaries
-from ctl_core.hooks.callbacks_file import COPY
+from ctl_core.hooks.callbacks_file import COPY, MODULE_COPIES
 from ctl_core.run.console import LOG, Console, activate
 from ctl_core.run.errors import CtlError, SetupError
 from ctl_core.run.files import (
@@ -29,6 +29,7 @@ from ctl_core.run.files import (
     refuse_patterns,
     relative_path,
     release_run,
+    remove,
 )
 from ctl_core.run.layers import write_config
 from ctl_core.run.listeners import Listener, Listeners, MetricsFile, TrainingLog
@@ -164,6 +165,7 @@ class Run:
         config: Config,
         step: int,
         hooks_file: bytes | None,
+        modules: Mapping[str, bytes],
         devices: Sequence[str],
         compilation: str,
     ) -> None:
@@ -173,6 +175,7 @@ class Run:
             config: the settings
             step: the step at which this process starts
             hooks_file: the content of the file with the hooks; None if the hooks are not in a file
+            modules: the content of the project's modules that the hooks import, by path
             devices: the devices of this process's replicas
             compilation: a phrase that says whether steps are compiled, or why they are not
         """
@@ -182,11 +185,22 @@ class Run:
         files["requirements.txt"] = list_packages().encode()
         if hooks_file is not None:
             files[COPY] = hooks_file
+        self._copy_modules(modules)
         for name, content in files.items():
             with atomic_write(self.path / name) as temporary:
                 temporary.write_bytes(content)
         self._first_step = step
         self.listeners.start(self.path, dataclasses.asdict(config), step)
+
+    def _copy_modules(self, modules: Mapping[str, bytes]) -> None:
+        """Replaces the copies of the project's modules."""
+        remove(self.path / MODULE_COPIES)
+        if not modules:
+            return
+        with atomic_write(self.path / MODULE_COPIES) as folder:
+            for name, content in modules.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
 
     def end(self, reason: str) -> None:
         """Notifies the listeners that training has ended.

@@ -358,3 +358,68 @@ def test_hooks_are_imported_as_they_are_now_after_a_run_was_loaded(
 
     assert callbacks.EDITED
     monkeypatch.delitem(sys.modules, "callbacks")
+
+
+def test_a_run_is_loaded_with_the_hooks_that_it_was_trained_with(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Hooks and modules are the copies in the run folder; the data are those of the project."""
+    for name in ("parts", "parts.sizes"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    source = (
+        small.CALLBACKS
+        + """
+from pathlib import Path
+
+from parts.sizes import OFFSET, read_data
+
+NAME = Path(__file__).name
+assert read_data() == "data"
+
+
+def create_model():
+    return small.model_with(keras.layers.Dense(3, name="edited"), keras.layers.Rescaling(1, OFFSET))
+"""
+    )
+    sizes = Path("parts/sizes.py")
+    sizes.parent.mkdir()
+    sizes.write_text(
+        "from pathlib import Path\n\nOFFSET = 2\n\n\ndef read_data():\n"
+        "    return Path(__file__).with_name('data.txt').read_text()\n"
+    )
+    Path("parts/data.txt").write_text("data")
+    assert cli(source, command=FLAGS).code == 0
+    inputs = small.data()[0][:4]
+    for name in ("parts", "parts.sizes"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    # Only a module has changed.
+    sizes.write_text(sizes.read_text().replace("OFFSET = 2", "OFFSET = 5"))
+    outcome = cli(None, "--run-name=a", "--steps=7", command=("train",))
+    assert "parts/sizes.py has changed since the run was trained; the run continues" in outcome.out
+    sizes.write_text(sizes.read_text().replace("OFFSET = 5", "OFFSET = 7"))
+    Path("callbacks.py").write_text(source.replace("Dense(3", "Dense(4"))
+    with pytest.raises(ctl_core.SetupError, match="no longer fits the model"):
+        ctl_core.load("runs/a")
+    out = capfd.readouterr().out
+    assert "callbacks.py, parts/sizes.py have changed since the run was trained; --callbacks" in out
+    assert 'in Python, ctl.load(run, callbacks="saved") uses it.' in out
+
+    loaded = ctl_core.load("runs/a", callbacks="saved", checkpoint=6)
+    assert loaded.model.layers[2].offset == 5
+    hidden, edited, _, last = loaded.model.layers
+    np.testing.assert_allclose(loaded(inputs), last(edited(hidden(inputs)) + 5.0), rtol=1e-5)
+    outcome = cli(None, "--callbacks=runs/a/callbacks.py", command=("export", "a"))
+    assert outcome.code == 0, outcome
+    exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
+    output = exported(inputs=tf.constant(inputs))["output"]
+    np.testing.assert_allclose(output, ctl_core.load("runs/a", callbacks="saved")(inputs))
+    with pytest.raises(ctl_core.SetupError, match=r"expected a module, .* or 'saved'"):
+        ctl_core.load("runs/a", callbacks="runs/a/callbacks.py")
+
+
+def test_a_relative_import_is_refused_with_the_import_to_write(cli: Cli) -> None:
+    Path("hooks").mkdir()
+    Path("hooks/mine.py").write_text(f"from .data import x\n{small.CALLBACKS}")
+    outcome = cli(None, "--callbacks=hooks/mine.py", command=FLAGS)
+    refused(outcome, "mine.py:1: ImportError", "full name of the module: from hooks.MODULE import")
