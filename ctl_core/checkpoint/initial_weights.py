@@ -7,10 +7,12 @@ other variables must be in the source, with the same shape.
 import collections
 import dataclasses
 import fnmatch
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import h5py
 import keras
 import numpy as np
 import tensorflow as tf
@@ -268,6 +270,9 @@ class _FileLoader:
             self._load_saved_model(model)
             return
         self._refuse_adapters(model)
+        if self.path.suffix in (".h5", ".hdf5") and not self.path.name.endswith(".weights.h5"):
+            self._load_old_file(model)
+            return
         kept = [
             (weight, keras.ops.convert_to_numpy(weight))
             for weight in model.weights
@@ -293,6 +298,36 @@ class _FileLoader:
             if not self.weights.is_skipped(weight):
                 weight.assign(values[weight.path])
 
+    def _load_old_file(self, model: keras.Model) -> None:
+        """Loads an HDF5 file of a whole model, as Keras 2 wrote it.
+
+        As in Keras, the layers of the model are those of the file in the same order. If their
+        numbers differ, layers with the same name are matched.
+        """
+        layers = [layer for layer in model.layers if _list_old_weights(layer)]
+        try:
+            saved_layers = _read_old_file(self.path)
+        except (OSError, KeyError) as error:
+            raise SetupError(
+                f"init_from: {self.weights.source} cannot be read: {format_error(error)}"
+            ) from error
+        by_name = dict(saved_layers)
+        if len(layers) == len(saved_layers):
+            by_name = {
+                layer.name: values for layer, (_, values) in zip(layers, saved_layers, strict=True)
+            }
+        loaded = []
+        for layer in layers:
+            weights = _list_old_weights(layer)
+            values = by_name.get(layer.name, [])
+            for weight, value in itertools.zip_longest(weights, values[: len(weights)]):
+                self.weights.compare(weight, _find_shape(value))
+                loaded.append((weight, value))
+        _refuse_misfits(self.weights, self.hook)
+        for weight, value in loaded:
+            if not self.weights.is_skipped(weight):
+                weight.assign(value)
+
     def _refuse_adapters(self, model: keras.Model) -> None:
         """Raises an error if the model has LoRA matrices that are not skipped.
 
@@ -304,6 +339,34 @@ class _FileLoader:
             if weight.name.startswith(("lora_kernel_", "lora_embeddings_")):
                 self.weights.compare(weight, None)
         _refuse_misfits(self.weights, self.hook)
+
+
+def _list_old_weights(layer: keras.Layer) -> list[Variable]:
+    """Returns the weights of a layer in the order in which Keras 2 saved them."""
+    return [*layer.trainable_weights, *layer.non_trainable_weights]
+
+
+def _read_old_file(path: Path) -> list[tuple[str, list[np.ndarray]]]:
+    """Returns the name and the values of each layer with weights in an HDF5 file of Keras 2."""
+    layers = []
+    with h5py.File(path, "r") as file:
+        group = file.get("model_weights", file)
+        for name in _read_names(group, "layer_names"):
+            weight_names = _read_names(group[name], "weight_names")
+            if weight_names:
+                values = [np.asarray(group[name][weight_name]) for weight_name in weight_names]
+                layers.append((name, values))
+    return layers
+
+
+def _read_names(group: Any, attribute: str) -> list[str]:
+    """Returns a list of names; Keras divides a long one into ``attribute0``, ``attribute1``, ..."""
+    parts = [attribute]
+    if attribute not in group.attrs:
+        numbered = (f"{attribute}{number}" for number in itertools.count())
+        parts = list(itertools.takewhile(group.attrs.__contains__, numbered))
+    names = itertools.chain.from_iterable(group.attrs[part] for part in parts)
+    return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
 
 
 class _WatchedLayers:

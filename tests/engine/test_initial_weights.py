@@ -423,3 +423,29 @@ def test_adapters_and_the_weights_of_the_base(
     assert np.any(adapter.numpy() != 0)
     inputs = small.data()[0]
     np.testing.assert_allclose(state.train_model(inputs), base(inputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_file_of_keras_2_is_loaded_without_a_head_of_another_size(
+    train: engine.Train, tmp_path: Path, devices: int
+) -> None:
+    """A misfit is named with its pattern; skipped variables keep their initial values."""
+    layers = [keras.layers.Dense(8, "tanh", name="hidden"), keras.layers.Dense(7, name="out")]
+    old = keras.Sequential([keras.Input((small.FEATURES,)), *layers])
+    old.save(tmp_path / "old.h5")
+    settings = small.settings(2, init_from=tmp_path / "old.h5", virtual_devices=devices)
+    with pytest.raises(ctl_core.SetupError, match=r"out/kernel .*add --init-skip 'out/\*'\.$"):
+        train(small.hooks(), **settings)
+    state = train(small.hooks(), **settings, init_skip="out/*")
+
+    def train_plain() -> Any:
+        model = small.create_model()
+        model.layers[0].set_weights(old.layers[0].get_weights())
+        return small.plain(2, model=model).weights
+
+    compare.assert_close(state.train_model.weights, train_plain())
+    # Layers are matched by name if the file has another number of layers.
+    shorter = keras.Sequential([keras.Input((small.FEATURES,)), old.layers[0]])
+    shorter.save(tmp_path / "old.h5")
+    state = train(small.hooks(), **settings | {"run_name": "b"}, init_skip="out/*")
+    compare.assert_close(state.train_model.weights, train_plain())
