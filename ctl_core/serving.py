@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.checkpoint.run_settings import read_run_settings
+from ctl_core.checkpoint.run_settings import CONFIG_FILE, read_run_settings
 from ctl_core.checkpoint.source import CheckpointName
 from ctl_core.compat import allow_autograph, make_scratch_graph, run_layers
 from ctl_core.hooks.callbacks_file import (
@@ -430,7 +430,7 @@ def load(
             being loaded.
         RuntimeError: this function is called in a hook that is being traced.
     """
-    folder = Path(os.path.abspath(run))
+    folder = _find_run(Path(run))
     refuse_here(folder)
     config = resolve([read_run_settings(folder)])
     contexts = (TURNS.load(), leave_run(), _keep_custom_objects(), _note_loading(folder))
@@ -438,7 +438,7 @@ def load(
         for context in (*contexts, allow_autograph()):
             stack.enter_context(context)
         if callbacks is None or isinstance(callbacks, str):
-            project = _find_project(folder, config.runs_dir)
+            project = _find_project(folder, config.runs_dir, config.callbacks)
             hooks_file = _find_hooks_file(folder, config.callbacks, project, callbacks)
             if hooks_file.note:
                 create_console().say(hooks_file.note)
@@ -530,17 +530,36 @@ def _keep_custom_objects() -> Iterator[None]:
         objects.update(before)
 
 
-def _find_project(run: Path, runs_dir: str) -> Path:
+def _find_run(run: Path) -> Path:
+    """Returns the absolute path of a run; searches the folders above the current one, too.
+
+    A notebook may be in a folder of the project.
+    """
+    folder = Path(os.path.abspath(run))
+    for parent in Path.cwd().parents:
+        if folder.exists() or run.is_absolute():
+            break
+        if (parent / run / CONFIG_FILE).is_file():
+            return parent / run
+    return folder
+
+
+def _find_project(run: Path, runs_dir: str, callbacks: str) -> Path:
     """Returns the folder of the project that a run belongs to.
 
     Args:
         run: the folder of the run
         runs_dir: the setting ``runs_dir``, which is absolute or relative to the project
+        callbacks: the path of the file with the hooks in the project
     """
     relative = Path(runs_dir)
     depth = len(relative.parts)
     is_inside = run.parent.parts[-depth:] == relative.parts
     if relative.is_absolute() or not is_inside:
+        above = run.parent.parent
+        has_hooks = (above / callbacks).is_file() and not Path(callbacks).is_file()
+        if has_hooks:
+            return above
         return Path.cwd()
     return Path(*run.parent.parts[:-depth])
 

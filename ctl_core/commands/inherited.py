@@ -17,7 +17,7 @@ from ctl_core.checkpoint.source import read_source
 from ctl_core.hooks.callbacks_file import DEFAULT
 from ctl_core.run.errors import SetupError, format_name, make_line, quote
 from ctl_core.run.files import relative_path
-from ctl_core.run.layers import Layer, find_layers, resolve
+from ctl_core.run.layers import Layer, find_layers, locate_runs, resolve
 from ctl_core.run.settings import Config, flatten
 
 # The settings that name the code of a run, and its mirror. A fork does not inherit them, because
@@ -93,7 +93,7 @@ def inherit_settings(config: Config) -> tuple[Config, list[str]]:
     notes = describe_saved(origin, saved, [file, arguments])
     project = ProjectFile(path, file, "pass them to load_config")
     notes += describe_differences(origin, inherited, project, [arguments])
-    config = resolve([file, inherited], [arguments])
+    config = locate_runs(resolve([file, inherited], [arguments]), layers)
     if not origin.is_forked:
         config = dataclasses.replace(
             config, run_name=origin.run.name, runs_dir=str(origin.run.parent)

@@ -204,11 +204,31 @@ class LoadedLayers(NamedTuple):
     arguments: Layer
 
 
+def locate_runs(config: Config, layers: LoadedLayers) -> Config:
+    """Returns settings with the ``runs_dir`` of the project to which the settings file belongs.
+
+    Args:
+        config: the settings
+        layers: the layers of the settings; a ``runs_dir`` that was passed to ``load_config`` is
+            relative to the current folder
+    """
+    folders = layers.path.absolute().parents
+    projects = [folder for folder in folders if (folder / config.callbacks).is_file()]
+    run = Path(config.runs_dir, config.run_name or "")  # an older run may be in the current folder
+    is_here = Path(config.callbacks).is_file() or run.is_dir()
+    if not projects or is_here or "runs_dir" in layers.arguments.values:
+        return config
+    return dataclasses.replace(config, runs_dir=str(projects[0].resolve() / config.runs_dir))
+
+
 _LAYERS = "_loaded_layers"  # the attribute of a Config that contains its LoadedLayers
 
 
 def load_config(path: str | Path, **overrides: Any) -> Config:
     """Reads the settings for ``ctl_core.train`` from a file.
+
+    If the file belongs to a project and the current folder does not contain one, as in a notebook
+    in a folder of the project, runs are in the ``runs_dir`` of that project.
 
     Args:
         path: the path of the file
@@ -221,7 +241,7 @@ def load_config(path: str | Path, **overrides: Any) -> Config:
     """
     path = Path(path)
     layers = LoadedLayers(path, read_file(path), Layer(overrides))
-    config = resolve([layers.file], [layers.arguments])
+    config = locate_runs(resolve([layers.file], [layers.arguments]), layers)
     # Config is frozen. A copy that ``dataclasses.replace`` makes does not have this attribute.
     object.__setattr__(config, _LAYERS, layers)
     return config

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import ctl_core
 from ctl_core.commands import use
-from tests.golden import small
+from tests.golden import compare, small
 from tests.helpers.cases import make_hooks, sgd
 from tests.helpers.project import Cli, Train, refused
 
@@ -423,3 +423,29 @@ def test_a_relative_import_is_refused_with_the_import_to_write(cli: Cli) -> None
     Path("hooks/mine.py").write_text(f"from .data import x\n{small.CALLBACKS}")
     outcome = cli(None, "--callbacks=hooks/mine.py", command=FLAGS)
     refused(outcome, "mine.py:1: ImportError", "full name of the module: from hooks.MODULE import")
+
+
+def test_a_notebook_in_a_folder_of_the_project_uses_the_runs_of_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    (tmp_path / "config.yaml").write_text("batch_size: 16\nlearning_rate: 0.05\n")
+    monkeypatch.chdir(tmp_path / "notebooks")
+    config = ctl_core.load_config("../config.yaml", run_name="nb", steps=3)
+    state = ctl_core.train(small.hooks(), config)
+    assert state.run_dir == tmp_path / "runs" / "nb"
+    assert not (tmp_path / "notebooks/runs").exists()
+    for run in ("runs/nb", "../runs/nb", state.run_dir):
+        model = ctl_core.load(run).model
+        compare.assert_same(model.weights, state.train_model.weights)
+    config = ctl_core.load_config("../config.yaml", run_name="nb", steps=5)
+    state = ctl_core.train(small.hooks(), config)
+    compare.assert_close(state.train_model.weights, small.plain(5).weights)
+
+    # Settings in a folder of the project, and an explicit folder, are as before.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").rename("notebooks/big.yaml")
+    assert ctl_core.load_config("notebooks/big.yaml").runs_dir == "runs"
+    monkeypatch.chdir("notebooks")
+    assert ctl_core.load_config("big.yaml", runs_dir="here").runs_dir == "here"
