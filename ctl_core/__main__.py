@@ -64,6 +64,8 @@ except ModuleNotFoundError as error:
     )
     sys.exit(2)
 
+# The setting ``max_time`` counts from the start of the command, before the slow imports.
+_STARTED = time.monotonic()
 # The number of virtual devices on which ``--check`` trains.
 CHECK_DEVICES = 3
 
@@ -325,6 +327,7 @@ def _train(callbacks: types.ModuleType, config: Config, options: dict[str, Any])
             options["continue"],
             options["note"],
             start_over=options["start_over"],
+            started=_STARTED,
         )
     if state.stopped_by is not None:
         return 128 + state.stopped_by

@@ -29,12 +29,13 @@ class Schedule:
         last: the last step of the run
     """
 
-    def __init__(self, state: State, marks: tuple[int, ...]) -> None:
+    def __init__(self, state: State, marks: tuple[int, ...], seconds_before: float = 0.0) -> None:
         """Reads the periods of the hooks and settings.
 
         Args:
             state: the state of the run
             marks: further steps after which a graph call has to end
+            seconds_before: the seconds that have passed since the command was started
         """
         hooks = state.hooks
         config = state.config
@@ -56,8 +57,8 @@ class Schedule:
         self._periods |= set(self._periods_of_settings.values()) - {0}
         self._save_interval = parse_seconds(config.ckpt_every)
         self._max_time = parse_seconds(config.max_time)
-        self._start = time.monotonic()
-        self._last_save = self._start
+        self._last_save = time.monotonic()
+        self._start = self._last_save - seconds_before
 
     def find_next_stop(self, step: int) -> int:
         """Returns the next step after which the graph call has to end."""
@@ -117,7 +118,7 @@ class Schedule:
         self._last_save = time.monotonic()
 
     def is_time_to_end(self) -> bool:
-        """Returns True if the run has trained for ``max_time``."""
+        """Returns True if ``max_time`` has passed since the command was started."""
         if self._max_time is None:
             return False
         return time.monotonic() - self._start >= self._max_time

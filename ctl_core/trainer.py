@@ -70,7 +70,13 @@ class Trainer:
     """
 
     def __init__(
-        self, state: State, run: Run, console: Console, signals: Signals, watch: Watch | None = None
+        self,
+        state: State,
+        run: Run,
+        console: Console,
+        signals: Signals,
+        watch: Watch | None = None,
+        started: float | None = None,
     ) -> None:
         """Prepares training. The run is opened and the console is started when training begins.
 
@@ -80,6 +86,8 @@ class Trainer:
             console: prints messages
             signals: records signals
             watch: reports training that hangs; default: a watch without a time limit
+            started: the time at which the command was started, as ``time.monotonic`` returns it;
+                default: now
 
         Raises:
             SetupError: the resumed run is compiled, but cannot be compiled here.
@@ -105,7 +113,10 @@ class Trainer:
         if state.cluster.task.chief and state.config.profile is not None:
             profiled_steps = state.config.profile
         self._profile = Profile(profiled_steps, run.path / "tb" / "train")
-        self._schedule = Schedule(state, self._profile.marks)
+        seconds_before = 0.0
+        if started is not None:
+            seconds_before = time.monotonic() - started
+        self._schedule = Schedule(state, self._profile.marks, seconds_before)
         metric_names = state.evaluation.names if state.evaluation else ()
         self._criteria = read_criteria(state.config, metric_names)
         # This comes last: if the constructor raises an error, nobody can call ``close``.
@@ -487,7 +498,8 @@ class Trainer:
             latest=noted.latest,
             bad=noted.steps,
         )
-        if self.state.cluster.task.chief and self._schedule.is_time_to_end() and not self._signal:
+        is_time_to_end = step > self.start and self._schedule.is_time_to_end()
+        if self.state.cluster.task.chief and is_time_to_end and not self._signal:
             self._console.say("max_time is over.")
             self._signal = signal.SIGTERM
         status = self._sync(status)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,13 +67,14 @@ def train(
         RunError: a hook raised, or a step or a file failed; the last checkpoint stays usable.
         PeerLost: another process of the cluster is gone.
     """
+    started = time.monotonic()
     task = find_task(config)
     fetch_run(inherit_settings(config)[0])
     config, notes = inherit_settings(config)  # again, because the run may have been fetched
     if task.chief:
         for line in notes:
             print(line, flush=True)
-    return train_here(callbacks, config, go_on, note, listeners, start_over)
+    return train_here(callbacks, config, go_on, note, listeners, start_over, started)
 
 
 def train_here(
@@ -82,10 +84,16 @@ def train_here(
     note: str | None = None,
     listeners: Sequence[Listener] = (),
     start_over: bool = False,
+    started: float | None = None,
 ) -> State:
-    """Trains a run like ``train``, but does not fetch the run from its mirror."""
+    """Trains a run like ``train``, but does not fetch the run from its mirror.
+
+    ``started`` is the time at which the command was started, from which ``max_time`` counts.
+    """
+    if started is None:
+        started = time.monotonic()
     with TURNS.train(config.run_name or "a run"):
-        return _train_alone(callbacks, config, go_on, note, listeners, start_over)
+        return _train_alone(callbacks, config, go_on, note, listeners, start_over, started)
 
 
 def _train_alone(
@@ -95,6 +103,7 @@ def _train_alone(
     note: str | None,
     listeners: Sequence[Listener],
     start_over: bool,
+    started: float,
 ) -> State:
     """Trains a run while no other thread trains or loads one."""
     task = find_task(config)
@@ -116,7 +125,7 @@ def _train_alone(
             console.say(line)
         state = create_state(callbacks, config, run, console)
         check_losses(state, console)
-        with contextlib.closing(Trainer(state, run, console, signals, watch)) as trainer:
+        with contextlib.closing(Trainer(state, run, console, signals, watch, started)) as trainer:
             trainer.restore(go_on)
             modules = functools.partial(read_modules, callbacks, config.callbacks)
             trainer.train(hooks_file, modules)

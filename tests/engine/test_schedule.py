@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,25 @@ def test_saving_by_the_clock_changes_no_bit(
     rest = train(hooks(), max_time="1h", **more)
     assert rest.step == 40 and rest.stopped_by is None
     assert_weights(rest, plain)
+
+
+def test_max_time_counts_the_time_before_the_first_step(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is started again and again takes at least the steps of one graph call."""
+    program = hooks()
+    create_dataset = program.create_dataset
+
+    def read_slowly(per_replica_batch_size: int) -> tf.data.Dataset:
+        time.sleep(1.1)
+        return create_dataset(per_replica_batch_size)
+
+    program.create_dataset = read_slowly
+    monkeypatch.setattr(trainer, "MOST_STEPS", 2)
+    for expected in (2, 4):
+        state = train(program, steps=40, max_time="1s")
+        assert (state.step, state.stopped_by) == (expected, signal.SIGTERM)
+    assert capsys.readouterr().out.count("max_time is over.") == 2
 
 
 # ---- The learning rate: schedules of settings and create_opt, and hooks that read or assign it ---
