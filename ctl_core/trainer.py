@@ -43,6 +43,7 @@ from ctl_core.session.messages import (
     count_parameters,
     describe_compilation_change,
     describe_end,
+    describe_free_order,
     describe_left_out,
     describe_nonfinite,
     describe_start,
@@ -653,6 +654,8 @@ class Trainer:
         else:
             refuse_uses_of_parts(state, graph)
         check_division(state, self._console)
+        if state.data.has_free_order():
+            self._console.warn(describe_free_order(state))
         random_ops = find_random_ops(graph)
         if random_ops:
             self._console.warn(

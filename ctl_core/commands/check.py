@@ -116,6 +116,9 @@ def _check_alone(callbacks: Callbacks, config: Config) -> State:
         )
         state = Rehearsal(hooks, config, console).run()
         _use(hooks, state, config, console)
+        if state.data.has_free_order():
+            # Otherwise, the two runs would have different batches, and the model would be blamed.
+            config = dataclasses.replace(config, deterministic=True)
         # This comparison has no logical replicas, because with them a value may have the same bits
         # on any number of devices although it is not a sum over the examples.
         plain_config = dataclasses.replace(config, logical_replicas=None)

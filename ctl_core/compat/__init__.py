@@ -25,7 +25,8 @@ function that uses the name must then be corrected.
                      collectives are numbered
     checkpoints.py   Trackable and the object graph of a checkpoint; Checkpoint: _write;
                      CheckpointManager: _max_to_keep, _checkpoint
-    datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls,
+    datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls, _deterministic,
+                     interleave_op._ParallelInterleaveDataset,
                      _stop_on_empty_dataset, the names of the classes of stages; the tensors and the
                      format of the position of an iterator; the resource of an iterator
     versions.py      the newest versions that were tested; uses no private names
@@ -48,10 +49,12 @@ from ctl_core.compat.datasets import (
     find_captured_iterators,
     find_graphs,
     find_inputs,
+    has_free_order,
     is_shuffle,
     is_snapshot,
     is_tuned,
     list_stages,
+    note_interleave_order,
     read_cache_file,
     read_position,
     restore_position,
@@ -146,6 +149,7 @@ __all__ = [
     "forget_custom_gradients",
     "gather_from_replicas",
     "get_seed_generator",
+    "has_free_order",
     "hide_new_layers",
     "hold_objects",
     "is_keras_generator",
@@ -167,6 +171,7 @@ __all__ = [
     "make_scratch_graph",
     "mute_other_summaries",
     "name_anew",
+    "note_interleave_order",
     "publish",
     "read_added_losses",
     "read_cache_file",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops import interleave_op
+
+from ctl_core.compat.patches import Scope, wrap_function
 
 # The classes of stages that draw different random numbers in each pass. The saved position of an
 # iterator contains the state of these stages.
@@ -102,6 +106,39 @@ def is_shuffle(stage: tf.data.Dataset) -> bool:
 def draws_random_numbers(stage: tf.data.Dataset) -> bool:
     """Returns True if a stage draws random numbers and its state is part of a saved position."""
     return type(stage).__name__ in _DRAWING_STAGES
+
+
+def note_interleave_order() -> Scope:
+    """Lets a parallel interleave remember its argument ``deterministic``, as other stages do."""
+    return wrap_function(interleave_op._ParallelInterleaveDataset, "__init__", _create_interleave)
+
+
+def _create_interleave(
+    of_tensorflow: Callable[..., None], stage: tf.data.Dataset, *args: Any, **options: Any
+) -> None:
+    of_tensorflow(stage, *args, **options)
+    names = {None: "default", True: "true", False: "false"}
+    stage._deterministic = names.get(options.get("deterministic"), "default")
+
+
+def has_free_order(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a parallel stage may return its elements in another order in each pass.
+
+    This is the effect of ``deterministic=False``, as an argument or in ``tf.data.Options``. An
+    interleave that was not created within ``note_interleave_order`` is not recognized.
+    """
+    is_free_by_default = dataset.options().deterministic is False
+    for stage in list_stages(dataset):
+        value = getattr(stage, "_deterministic", None)
+        if value == "false" or (value == "default" and is_free_by_default):
+            return True
+        for graph in find_graphs(stage):
+            nodes = (op.node_def.attr for op in graph.get_operations())
+            if any(
+                "deterministic" in node and node["deterministic"].s == b"false" for node in nodes
+            ):
+                return True
+    return False
 
 
 def is_tuned(dataset: tf.data.Dataset) -> bool:

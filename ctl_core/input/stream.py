@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas
-from ctl_core.compat import draw_from, get_seed_generator
+from ctl_core.compat import draw_from, get_seed_generator, has_free_order, is_op_determinism_enabled
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.input.batches import (
     BatchShape,
@@ -235,6 +235,12 @@ class Input:
                 dropped += self.shape.per_replica
         if self.reader is not None:
             self.reader.note_used(skip)
+
+    def has_free_order(self) -> bool:
+        """Returns whether the order of the examples may differ from run to run."""
+        return (
+            self.reader is None and not is_op_determinism_enabled() and has_free_order(self.dataset)
+        )
 
     def make_pass(self) -> tf.data.Dataset:
         """Returns a dataset for inspection: one pass of batches or, for endless data, all batches.

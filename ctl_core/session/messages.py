@@ -73,6 +73,15 @@ def _describe_devices(state: State) -> str:
     return text
 
 
+def describe_free_order(state: State) -> str:
+    """Returns the warning for a pipeline whose order may differ from run to run."""
+    return (
+        f"{state.data.hook}: with deterministic=False, the examples have another order in each "
+        "run, so weights are not reproduced exactly, also after a resume; leave it out, or pass "
+        "--deterministic."
+    )
+
+
 def describe_compilation_change(state: State) -> str:
     """Returns the message for a resumed run that switches between compiled and uncompiled steps."""
     now = "compiled" if state.compilation.is_compiled else "not compiled"

@@ -91,6 +91,7 @@ def prepare_process(config: Config) -> Iterator[None]:
             tf.config.experimental.enable_tensor_float_32_execution(False)
         with (
             compat.separate_losses(),
+            compat.note_interleave_order(),
             compat.convert_variables(),
             compat.broadcast_any_dtype(encode_for_sum, decode_sum),
             compat.let_sizes_vary(),

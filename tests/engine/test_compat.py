@@ -3,6 +3,7 @@
 The other names of ``ctl_core/compat`` are covered by tests that train: see ``make test-compat``.
 """
 
+import functools
 import gc
 import tomllib
 import weakref
@@ -82,6 +83,32 @@ def test_graphs_of_functions_of_stages() -> None:
     (graph,) = compat.find_graphs(numbers.map(lambda x: x * 2))
     assert "Mul" in {op.type for op in graph.get_operations()}
     assert compat.find_graphs(numbers) == []
+
+
+def test_stages_whose_order_is_free() -> None:
+    numbers = tf.data.Dataset.range(4)
+    parallel: dict[str, Any] = {"num_parallel_calls": 2}
+    free = {"deterministic": False, **parallel}
+
+    def read(_: Any, **options: Any) -> tf.data.Dataset:
+        return numbers.interleave(tf.data.Dataset.range, **options)
+
+    with compat.note_interleave_order():
+        interleaved, free_interleaved = read(0, **parallel), read(0, **free)
+    datasets = [
+        (numbers.map(abs, **parallel).batch(2, **parallel), False),
+        (interleaved, False),
+        (numbers.map(abs, **free), True),
+        (numbers.batch(2, **free), True),
+        (free_interleaved, True),
+        (numbers.flat_map(functools.partial(read, **free)), True),
+    ]
+    for dataset, is_free in datasets:
+        assert compat.has_free_order(dataset.repeat().prefetch(1)) is is_free
+        options = tf.data.Options()
+        options.deterministic = False
+        assert compat.has_free_order(dataset.with_options(options).repeat())
+        assert not compat.has_free_order(numbers.map(abs).with_options(options))
 
 
 def test_mixtures_that_go_on() -> None:

@@ -158,3 +158,31 @@ def test_refusal_names_make_batches_and_a_cure_that_works(train: engine.Train) -
     state = train_on(train, hooks, 1, 8, steps=5, run_name="cured")
     batches = iter(select_rows(examples.repeat(), 8))
     assert_trained(state, train_plainly(hooks, 5, batches))
+
+
+def test_a_free_order_of_examples_is_reported(
+    train_small: engine.Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With ``--deterministic``, the order is fixed. ``--check`` does not blame the model."""
+
+    def read(per_replica_batch_size: int, deterministic: bool = False) -> tf.data.Dataset:
+        examples = tf.data.Dataset.from_tensor_slices(small.data())
+
+        def wait(inputs: tf.Tensor, target: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            size = tf.cast(tf.abs(inputs[0]) * 300, tf.int32)  # examples take different times
+            cost = tf.reduce_sum(tf.ones([size, 300]) @ tf.ones([300, 300]))
+            return inputs + 0.0 * cost, target
+
+        waited = examples.map(wait, num_parallel_calls=8, deterministic=deterministic)
+        return waited.batch(per_replica_batch_size, drop_remainder=True)
+
+    state = train_small(small.hooks(create_dataset=read), deterministic=True)
+    compare.assert_close(state.train_model.weights, small.plain(6).weights)
+    assert "another order" not in capsys.readouterr().out
+    train_small(small.hooks(create_dataset=read), run_name="free")
+    out = capsys.readouterr().out
+    assert "warning: read (test_data_hooks.py:" in out or "warning: create_dataset (test_" in out
+    assert "with deterministic=False, the examples have another order in each run" in out
+    ctl_core.check(small.hooks(create_dataset=read), ctl_core.Config(**small.settings(6)))
+    out = capsys.readouterr().out
+    assert "the examples have another order" in out and "check: all well" in out
