@@ -27,6 +27,8 @@ from ctl_core.run.errors import SetupError, quote, suggest
 
 TIME = r"(?:[0-9]{1,8}(?:h|min|m|s))+"
 EPOCHS = r"([1-9][0-9]{0,8}) ?epochs?"
+# The schemes of URLs that are often written without the two slashes.
+_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https", "hdfs", "memory")
 _SECONDS = {"h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
 
 
@@ -38,16 +40,42 @@ def parse_seconds(text: int | str | None) -> float | None:
 
 
 def check_path(text: str) -> str:
-    """Rejects an empty string, and a URL, because remote storage has no locks and no renames."""
-    if re.match(r"\s*$|[A-Za-z][A-Za-z0-9+.-]+:/", text):  # pathlib shortens // to one slash
+    """Rejects an empty string, and a URL, because remote storage has no locks and no renames.
+
+    A path that begins with ``~`` is rejected, too, because it would become a folder named ``~``.
+    """
+    if re.match(r"\s*$|[A-Za-z][A-Za-z0-9+.-]+:[:/]", text):  # pathlib shortens // to one slash
         raise ValueError(f"expected a path in the file system, got {quote(text)}.")
+    _refuse_tilde(text)
     return text
 
 
+def _refuse_tilde(text: str) -> None:
+    """Rejects a path that only a shell would expand."""
+    if not re.match(r"~[^/\\]*(?:[/\\]|$)", text):
+        return
+    full = os.path.expanduser(text)
+    hint = f"write {full}" if full != text else "write the full path"
+    raise ValueError(f"only a shell expands '~' at the beginning of {quote(text)}; {hint}.")
+
+
 def check_mirror(text: str) -> str:
-    """Rejects an empty string; any other string is a URL or a path."""
+    """Rejects an empty string, and addresses that would silently become a folder here.
+
+    A URL has the form ``s3://bucket/x``. A URL of a local folder has three slashes: ``file:///x``.
+    """
     if not text.strip():
         raise ValueError(f"expected a URL or a path, got {quote(text)}.")
+    _refuse_tilde(text)
+    scheme, colon, rest = text.partition(":")
+    if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", scheme):
+        return text
+    if scheme.lower() == "file" and not text.startswith("file:///"):
+        raise ValueError(f"expected file:///PATH or a path, got {quote(text)}.")
+    if not rest.startswith("//") and (rest.startswith(("/", ":")) or scheme.lower() in _STORES):
+        raise ValueError(
+            f"expected a URL such as {scheme}://bucket/x, or a path, got {quote(text)}."
+        )
     return text
 
 

@@ -230,6 +230,17 @@ def test_wrong_flags_are_refused() -> None:
     assert "such as loss:3, got 'loss'." in refuse("--early-stop=loss")
     message = "runs_dir: expected a path in the file system, got 'gs:"
     assert message in refuse("--runs-dir=gs://bucket/x")
+    for mirror in ("s3:/bucket/x", "gs:/b", "s3:b/x", "simplecache::s3://b/x", "S3:/b"):
+        assert f"://bucket/x, or a path, got '{mirror}'" in refuse("--mirror", mirror)
+    for mirror in ("file:/x", "file://localhost/x", "FILE:///x"):
+        assert "expected file:///PATH or a path" in refuse("--mirror", mirror)
+    for name in ("mirror", "runs_dir", "fork", "init_from", "callbacks"):
+        expected = f"{name}: only a shell expands '~' at the beginning of '~/x'; write /"
+        assert expected in refuse(config=f"{name}: ~/x\n")
+    Path("config.yaml").unlink()
+    assert "expected a path in the file system" in refuse("--runs-dir=simplecache::s3://b/x")
+    for mirror in ("file:///x", "s3://b/x", "my:folder", "/a/b:c", "x~/y", "../~z", "C:/x"):
+        assert Config(mirror=mirror, run_name="a").mirror == mirror
     for flag in ("--steps", "--batch-size", "--limit-eval", "--ckpt-every"):
         assert "at most 9223372036854775807" in refuse(flag, str(2**63))
     assert "detect_anomaly: needs --no-jit" in refuse("--detect-anomaly", "--jit-compile")
