@@ -94,15 +94,18 @@ def _parse(text: str) -> Task:
     try:
         content = json.loads(text.replace('"master"', '"chief"'))  # the old name of the chief
         job = content["task"]["type"]
-        index_in_job = int(content["task"]["index"])
+        index_in_job = _read_index(content["task"]["index"])
         if job in ("evaluator", "ps"):
             return Task(kind=job)
         jobs = {name: tuple(content["cluster"].get(name, ())) for name in ("chief", "worker")}
         addresses = jobs["chief"] + jobs["worker"]
+        if len(addresses) > 1:
+            for address in addresses:
+                _check_address(address)
         if index_in_job not in range(len(jobs[job])) or len({*addresses}) < len(addresses):
             raise ValueError
         index = addresses.index(jobs[job][index_in_job])
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise SetupError(
             'TF_CONFIG: expected {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
             '"worker", "index": 0}} with different addresses and an index into them, got '
@@ -110,6 +113,32 @@ def _parse(text: str) -> Task:
         ) from None
     shares_gpus = bool(content.get("shares_gpus"))
     return Task(len(addresses), index, addresses, shares_gpus=shares_gpus)
+
+
+def _read_index(value: int | str) -> int:
+    """Returns the index of a process, which some launchers write as a string.
+
+    Raises:
+        ValueError: the value is not a whole number.
+    """
+    if isinstance(value, bool) or not re.fullmatch("[0-9]{1,9}", str(value)):
+        raise ValueError
+    return int(value)
+
+
+def _check_address(address: str) -> None:
+    """Checks the form of an address, host:port.
+
+    Raises:
+        ValueError: the port is missing or out of range, or the host cannot be a name.
+        AttributeError: the address is not a string.
+    """
+    host, _, port = address.rpartition(":")
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
+        raise ValueError
+    if not host or re.search(r"[\s/]", host) or len(host) > 253:
+        raise ValueError
+    host.encode("idna")  # raises a ValueError if a part of the name is empty or too long
 
 
 def describe_loss(task: Task, error: BaseException | None) -> str:

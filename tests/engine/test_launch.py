@@ -4,6 +4,7 @@ The workers of the supervisor are short Python programs that do not train.
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -338,6 +339,12 @@ def tf_config(cluster: object, job: str, index: object) -> dict[str, str]:
         ({"master": ["d:4"], "worker": HOSTS}, "master", 0, Task(4, 0, ("d:4", *HOSTS))),
         # A single process needs no port, because no other process connects to it.
         ({"worker": ["here"]}, "worker", 0, Task(1, 0, ("here",))),
+        (
+            {"worker": ["[::1]:1", "x_y.z:65535"]},
+            "worker",
+            0,
+            Task(2, 0, ("[::1]:1", "x_y.z:65535")),
+        ),
         ({"worker": HOSTS}, "evaluator", 0, Task(kind="evaluator")),
         ({"worker": HOSTS, "ps": ["e:5"]}, "ps", 0, Task(kind="ps")),
     ],
@@ -357,11 +364,23 @@ def test_tf_config_tells_what_a_process_is(
         ({"worker": HOSTS}, "chief", 0),
         ({"worker": HOSTS}, "tpu_worker", 0),
         ({"chief": ["b:2"], "worker": HOSTS}, "chief", 0),  # The address b:2 occurs twice.
+        *(({"worker": HOSTS}, "worker", index) for index in (math.inf, 0.5, -1, None, True, [0])),
+        *(
+            ({"worker": ["a:1", address]}, "worker", 0)
+            for address in ("b", "b:", ":2", "b:0", "b:99999", 2, None, "b..c:2", f"{'b' * 64}:2")
+        ),
+        ({"worker": "a:1"}, "worker", 0),
     ],
 )
-def test_a_cluster_that_cannot_train_is_refused(cluster: Any, job: str, index: int) -> None:
+def test_a_cluster_that_cannot_train_is_refused(cluster: Any, job: str, index: object) -> None:
     with pytest.raises(SetupError, match=r"^TF_CONFIG: expected .*worker.* got [^\n]+$"):
         read_task(Config(run_name="a"), tf_config(cluster, job, index))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "3", '{"a": ' + "1" * 5000 + "}"])
+def test_a_tf_config_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(SetupError, match=r"^TF_CONFIG: expected [^\n]+$"):
+        read_task(Config(run_name="a"), {"TF_CONFIG": text})
 
 
 def test_settings_that_a_cluster_cannot_have_are_refused() -> None:
