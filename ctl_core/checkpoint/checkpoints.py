@@ -564,6 +564,7 @@ class Checkpoints:
                 f"{format_error(error)} Undo the change, or choose another run_name."
                 f"{self._explain_saved_hooks()}"
             ) from error
+        self._check_generators(record)
         if self._state.step != step:
             raise Damaged(f"its files are of step {self._state.step}")
         self._vocabularies.put_back(record.learnt, self._console)
@@ -582,6 +583,19 @@ class Checkpoints:
             f" To read the run with the hooks that it was trained with: {relative_path(copy)}, see "
             '--callbacks, or ctl.load(run, callbacks="saved") in Python.'
         )
+
+    def _check_generators(self, record: Record) -> None:
+        """Checks that a record has the states of all generators, if logical replicas need them.
+
+        Raises:
+            Damaged: the number of states, or their shapes, differ.
+        """
+        if record.logical_replicas is None:
+            return
+        generators = self._state.components.generators.variables
+        shapes = [tuple(generator.shape) for generator in generators]
+        if [np.shape(state) for state in record.generators] != shapes:
+            raise Damaged("the states of its random generators are not those of the model")
 
     def _restore_statistics(self, folder: Path, record: Record) -> None:
         """Restores the values that differ between replicas.

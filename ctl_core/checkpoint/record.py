@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -22,6 +23,8 @@ from pydantic import ConfigDict, TypeAdapter
 from ctl_core import __version__
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import atomic_write, flush_to_disk, relative_path, remove
+from ctl_core.run.layers import parse_settings
+from ctl_core.run.settings import LARGEST
 
 # Increase this number if another version of the engine could misread a record of this version.
 FORMAT = 2
@@ -258,13 +261,43 @@ def read_record(folder: Path, step: int) -> Record:
                 f"another run with their weights: --init-from {relative_path(folder.parent)}."
             )
         record = _create_reader().validate_json(json.dumps(content), strict=True)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        _check_ranges(record)
+        _check_progress(record)
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise Damaged("its record cannot be read") from error
     if record.step != step:
         raise Damaged(f"its record belongs to step {record.step}")
     if record.sizes and measure_files(folder, step) != record.sizes:
         raise Damaged("one of its files is incomplete")
     return record
+
+
+def _check_ranges(record: Record) -> None:
+    """Checks the numbers of a record; raises a ValueError if one of them is impossible."""
+    counts = [record.replicas, record.logical_replicas, record.intra_op_threads]
+    if not all(1 <= count <= LARGEST for count in counts if count is not None):
+        raise ValueError("a number is out of range")
+    if not 0 < record.learning_rate < math.inf:
+        raise ValueError("the learning rate is out of range")
+    if not all(-(2**63) <= word < 2**64 for state in record.generators for word in state):
+        raise ValueError("the state of a generator is out of range")
+
+
+def _check_progress(record: Record) -> None:
+    """Checks the progress in a record; raises an error if a value contradicts the others."""
+    progress = record.progress
+    planned_last = progress.get("ended")
+    if not 0 <= record.step <= LARGEST or not 0 <= progress.get("examples", 0) <= LARGEST:
+        raise ValueError("a count is out of range")
+    if not -1 <= progress.get("evaluated", -1) <= record.step:
+        raise ValueError("the last evaluation is later than the checkpoint")
+    if planned_last is not None:
+        settings = parse_settings(record.settings, "the record")
+        if not record.step <= planned_last <= (settings.get("steps") or LARGEST):
+            raise ValueError("the planned last step is impossible")
+    for _, step, evaluations in progress.get("best", {}).values():
+        if not -1 <= step <= record.step or not 0 <= evaluations <= LARGEST:
+            raise ValueError("the best step is impossible")
 
 
 def read_run_id(path: Path) -> str:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from ctl_core.checkpoint.record import Damaged, is_whole, list_files, list_saved_steps, read_record
+from ctl_core.checkpoint.record import (
+    Damaged,
+    is_whole,
+    list_files,
+    list_saved_steps,
+    read_record,
+    write_record,
+)
 from ctl_core.checkpoint.retention import keep_best, remove_orphans, sweep
 from ctl_core.checkpoint.run_settings import read_run_settings
 from ctl_core.commands.cli import parse_command
@@ -57,6 +64,15 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "rate as a text": lambda record: record.update(learning_rate="x"),
     "replicas as a text": lambda record: record.update(replicas="x"),
     "format as a text": lambda record: record.update(format="2"),
+    "a planned step before": lambda record: record["progress"].update(ended=5),
+    "a later evaluation": lambda record: record["progress"].update(evaluated=7),
+    "negative examples": lambda record: record["progress"].update(examples=-8),
+    "a best value alone": lambda record: record["progress"].update(best={"keep_best=loss": [1.0]}),
+    "a best step later": lambda record: record["progress"].update(best={"a": [0.5, 7, 0]}),
+    "no replicas": lambda record: record.update(replicas=0),
+    "no threads": lambda record: record.update(intra_op_threads=-1),
+    "an infinite rate": lambda record: record.update(learning_rate=float("inf")),
+    "a wide generator": lambda record: record.update(generators=[[2**64, 0]]),
     "a path as a vocabulary": lambda record: record.update(
         learnt={"model/0/StringLookup": {"vocabulary": "/etc/passwd"}}
     ),
@@ -80,6 +96,15 @@ def test_record_without_a_checksum_is_read(run: Path) -> None:
     rewrite(run / "ckpt/engine/ckpt-6.json", lambda record: None, with_checksum=False)
     record = read_record(run / "ckpt", 6)
     assert record == dataclasses.replace(expected, sizes={}, settings="")
+
+
+def test_planned_step_that_contradicts_the_settings_is_damage(run: Path) -> None:
+    """Such a run could never be continued. The settings have 8 steps."""
+    for planned, is_damaged in ((8, False), (10**12, True)):
+        record = read_record(run / "ckpt", 4)
+        record.progress["ended"] = planned
+        write_record(run / "ckpt", record)
+        assert is_whole(run / "ckpt", 4) is not is_damaged
 
 
 def test_plausible_change_of_a_record_is_damage(run: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import ctl_core
-from ctl_core.checkpoint.record import read_record
+from ctl_core.checkpoint.record import read_record, write_record
 from ctl_core.cluster.task import count_cores
 from tests.golden import compare, engine, small
 
@@ -286,3 +286,27 @@ def test_another_number_of_threads_is_refused_where_tensorflow_has_started(
     edit_saved_settings(tmp_path / "runs/a", intra_op_threads=threads)
     model = ctl_core.load(tmp_path / "runs/a")
     assert model.step == 4
+
+
+DROPOUT = """
+
+def create_model():
+    return small.model_with(keras.layers.Dropout(0.5, seed=1))
+"""
+
+
+@pytest.mark.parametrize("generators", [[], [[1], [2]]])
+def test_a_record_without_the_random_states_is_damaged(
+    tmp_path: Path, command: engine.Command, generators: list[list[int]]
+) -> None:
+    """Without the initial states of the generators, training would draw other numbers."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + DROPOUT)
+    assert command("train", *WITH).code == 0
+    folder = tmp_path / "runs/a/ckpt"
+    record = read_record(folder, 4)
+    assert len(record.generators) == 1
+    record.generators = generators
+    write_record(folder, record)
+    outcome = command("train", "--run-name=a", "--steps=6")
+    assert "step 4 is damaged (the states of its random generators" in outcome.out
+    assert outcome.code == 0 and "resuming at step 2" in outcome.out
