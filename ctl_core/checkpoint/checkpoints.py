@@ -34,6 +34,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.checkpoint.finite import FiniteVariables
+from ctl_core.checkpoint.logical_replicas import read_kernel_variables
 from ctl_core.checkpoint.position import UNREADABLE, InputPosition, SavedPosition
 from ctl_core.checkpoint.record import Damaged, Record, find_user_part, list_files, read_record
 from ctl_core.checkpoint.retention import keep_and_remove, sweep
@@ -150,6 +151,9 @@ class Checkpoints:
         self._position = InputPosition(state, console)
         self._writer = Writer(state, self._engine_part)
         self._settings = format_config(state.config)
+        self._kernel_variables: dict[str, str] | None = None
+        if state.config.logical_replicas is not None:
+            self._kernel_variables = read_kernel_variables()
         self._run_id = uuid.uuid4().hex  # replaced if the run is resumed
 
     def _find_created(self) -> dict[str, tf.Variable]:
@@ -312,6 +316,7 @@ class Checkpoints:
             generators=[state.tolist() for state in state.components.generators.initial_states],
             run_id=self._run_id,
             is_finite=self._is_finite,
+            kernel_variables=self._kernel_variables,
         )
         position = SavedPosition()
         # All processes read the same data, so it is enough to save the position of the chief.

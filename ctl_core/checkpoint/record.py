@@ -73,6 +73,8 @@ class Record:
             has; empty in the records of a run that engine 2.0 or older began
         is_finite: whether the weights were finite, see ``FiniteVariables``; None if they were not
             checked
+        kernel_variables: the environment variables that choose kernels, see
+            ``read_kernel_variables``; None without logical replicas
         digests: the result of ``digest_files``; empty if the run had no mirror
         set_order: the result of ``fingerprint_order`` in the process that trained; None in a record
             of engine 2.0
@@ -102,6 +104,7 @@ class Record:
     generators: list[list[int]] = dataclasses.field(default_factory=list)
     run_id: str = ""
     is_finite: bool | None = None
+    kernel_variables: dict[str, str] | None = None
     digests: dict[str, str] = dataclasses.field(default_factory=dict)
     set_order: int | None = None
     format: int = FORMAT

@@ -20,10 +20,11 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core import __version__
+from ctl_core.checkpoint.logical_replicas import read_kernel_variables
 from ctl_core.cluster.facts import Facts
 from ctl_core.cluster.sync import Cluster
 from ctl_core.hooks.callbacks_file import read_hooks_file
-from ctl_core.run.errors import ENGINE, NOT_THE_USERS
+from ctl_core.run.errors import ENGINE, NOT_THE_USERS, quote
 from ctl_core.run.settings import Config, flatten
 from ctl_core.types import Callbacks, Optimizer
 
@@ -50,6 +51,13 @@ def compare_processes(
         "the processes use different numbers of threads, so their bits would differ",
         "on machines with different numbers of cores, pass --intra-op-threads N to each process.",
     )
+    if config.logical_replicas is not None:
+        cluster.compare(
+            {name: quote(value) for name, value in read_kernel_variables().items()},
+            "the processes choose different kernels, so their bits would differ",
+            "give all of them the same environment variables.",
+            absent="no value",
+        )
     settings = flatten(dataclasses.asdict(config))
     cluster.compare(
         {name: repr(value) for name, value in settings.items() if name not in _MAY_DIFFER},

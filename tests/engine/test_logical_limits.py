@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import ctl_core
+from ctl_core.checkpoint.logical_replicas import read_kernel_variables
 from ctl_core.checkpoint.record import read_record, write_record
 from ctl_core.cluster.task import count_cores
 from tests.golden import compare, engine, small
@@ -310,3 +311,24 @@ def test_a_record_without_the_random_states_is_damaged(
     outcome = command("train", "--run-name=a", "--steps=6")
     assert "step 4 is damaged (the states of its random generators" in outcome.out
     assert outcome.code == 0 and "resuming at step 2" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TF_ENABLE_ONEDNN_OPTS", "0"), ("TF_XLA_FLAGS", "--tf_xla_auto_jit=2")]
+)
+def test_a_variable_that_chooses_other_kernels_is_refused(
+    tmp_path: Path, command: engine.Command, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
+    resume = ("train", "--run-name=a", "--steps=4")
+    assert command("train", *WITH).code == 0
+    outcome = command(*resume, **{name: value})
+    assert_refused(outcome, f"{name}: runs/a was trained with no value, not with '{value}'")
+    assert command(*resume, TF_ENABLE_ONEDNN_OPTS="").code == 0
+
+
+def test_default_values_of_such_variables_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert read_kernel_variables({"TF_ENABLE_ONEDNN_OPTS": "1", "XLA_FLAGS": " "}) == {}
+    assert read_kernel_variables({"TF_ENABLE_ONEDNN_OPTS": "0"}) == {"TF_ENABLE_ONEDNN_OPTS": "0"}
