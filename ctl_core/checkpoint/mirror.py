@@ -46,6 +46,7 @@ from ctl_core.cluster.task import read_task, wait_for_chief
 from ctl_core.run.errors import SetupError, format_error
 from ctl_core.run.files import (
     atomic_write,
+    explain_failure,
     flush_to_disk,
     format_checkpoint_list,
     is_run_locked,
@@ -490,8 +491,9 @@ def _fetch_locked(mirror: Mirror, run: Path, local_step: int) -> None:
         SetupError: a newer checkpoint cannot be fetched, or the run has no checkpoint on this
             machine and none in the mirror is complete.
     """
-    run.mkdir(parents=True, exist_ok=True)
-    lock = lock_run(run)
+    with explain_failure("runs_dir", run):
+        run.mkdir(parents=True, exist_ok=True)
+        lock = lock_run(run)
     if lock is None:  # another process trains the run, so this training will not start
         return
     try:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctl_core.run.errors import SetupError
-from ctl_core.run.files import LOCK, is_run_locked, relative_path
+from ctl_core.run.files import LOCK, is_run_locked, prepare_output, relative_path
 
 # The environment variable with the file descriptor of a pipe. The process writes to this pipe once
 # it has taken a step.
@@ -76,7 +76,7 @@ def start(argv: Sequence[str], folder: Path) -> int:
             f"{shown}: another process is training this run; to save and end it: kill $(cat "
             f"{shown}/{LOCK})"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare_output("runs_dir", folder)
     read_end, write_end = os.pipe()
     with (folder / "train.log").open("ab") as log:
         process = subprocess.Popen(

@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 from ctl_core.cluster.background import list_inherited
 from ctl_core.cluster.signals import Signals
 from ctl_core.run.errors import PeerLost, RunError, SetupError
+from ctl_core.run.files import prepare_output
 
 if TYPE_CHECKING:
     from ctl_core.run.settings import Config
@@ -157,7 +158,7 @@ def start_workers(command: Sequence[str], folder: Path, workers: int) -> Iterato
     cluster = {"worker": [f"127.0.0.1:{port}" for port in find_free_ports(workers)]}
     processes: list[Worker] = []
     read_end, write_end = os.pipe()
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare_output("runs_dir", folder)
     try:
         for index in range(workers):
             inherited = list_inherited() if index == 0 else ()

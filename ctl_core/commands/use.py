@@ -16,7 +16,7 @@ from ctl_core.model.state import State
 from ctl_core.read_only import open_run, restore_run
 from ctl_core.run.console import Console, format_values
 from ctl_core.run.errors import RunError, SetupError
-from ctl_core.run.files import atomic_write, is_run_locked, relative_path
+from ctl_core.run.files import atomic_write, is_run_locked, prepare_output, relative_path
 from ctl_core.run.listeners import MetricsFile, read_metrics
 from ctl_core.run.settings import Config
 from ctl_core.session.run import Run
@@ -171,7 +171,13 @@ def predict(
         raise SetupError("input and dataset: pass only one of the two.")
     if output and (Path(output).suffix != ".npz" or output == input):
         raise SetupError(f"output: expected the path of a new .npz file, got {output}.")
+    if output and Path(output).is_dir():
+        raise SetupError(f"output: {output} is a folder; expected the path of a new .npz file.")
+    if output:
+        prepare_output("output", Path(output).parent)
     with restore_run(callbacks, config, checkpoint) as (state, console):
+        if not output:
+            prepare_output("runs_dir", state.run_dir)
         model = serving.create_inference(state)
         if input:
             examples = _read_examples(Path(input), model, config)
@@ -320,12 +326,11 @@ def export(
         because TensorFlow Serving loads the version with the highest number.
 
     Raises:
-        SetupError: there is no checkpoint.
-        OSError: the folder cannot be written.
+        SetupError: there is no checkpoint, or the folder cannot be written.
     """
     with restore_run(callbacks, config, checkpoint) as (state, console):
         folder = Path(output or state.run_dir / "export")
-        folder.mkdir(exist_ok=True)
+        prepare_output("output" if output else "runs_dir", folder)
         versions = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
         path = folder / str(1 + max(versions, default=0))
         # The step is set to a number, because a served model has no variable for the step.

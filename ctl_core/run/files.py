@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,6 +65,39 @@ def refuse_patterns(setting: str, path: str | Path) -> None:
             "for a pattern, and could read or delete the checkpoints of other folders; rename the "
             f"folder, or choose another one: a path without {' '.join(_PATTERN_CHARACTERS)}"
         )
+
+
+def prepare_output(setting: str, folder: Path) -> None:
+    """Creates a folder for an output, and checks that files can be written there.
+
+    Args:
+        setting: the setting that names the output, for the message
+        folder: the folder
+
+    Raises:
+        SetupError: the folder cannot be created or written.
+    """
+    with explain_failure(setting, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+@contextlib.contextmanager
+def explain_failure(setting: str, path: Path) -> Iterator[None]:
+    """Raises a one-line error if the system does not allow to write a file or folder.
+
+    Raises:
+        SetupError: the context raises an OSError, for example on a disk that is read-only.
+    """
+    try:
+        yield
+    except OSError as error:
+        cause = error.strerror or error
+        raise SetupError(
+            f"{setting}: {relative_path(path)} cannot be written: {cause}; choose another folder, "
+            "or change its permissions."
+        ) from error
 
 
 def is_stdout(path: Path) -> bool:

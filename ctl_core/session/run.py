@@ -25,6 +25,7 @@ from ctl_core.run.files import (
     LOCK,
     atomic_write,
     choose_run_name,
+    explain_failure,
     lock_run,
     refuse_patterns,
     relative_path,
@@ -108,13 +109,15 @@ class Run:
             self._log = logging.NullHandler()
         else:
             self.source = find_start(dataclasses.replace(config, run_name=name), start_over)
-            self.path.mkdir(parents=True, exist_ok=True)
+            with explain_failure("runs_dir", self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
             if task.chief:
                 self._lock = self._take_lock()
                 if start_over and has_lost_checkpoints(self.path):
                     forget_checkpoints(self.path)
             try:
-                self._log = self._open_log()
+                with explain_failure("runs_dir", self.path):
+                    self._log = self._open_log()
             except BaseException:
                 self._release_lock()
                 raise

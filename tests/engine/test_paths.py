@@ -9,7 +9,7 @@ import pytest
 import ctl_core
 from tests.golden import small
 from tests.helpers.cases import make_hooks
-from tests.helpers.project import Cli, Train, refused
+from tests.helpers.project import EVALUATED, Cli, Train, refused
 
 PATTERNS = ["exp?", "ex*", "ex[12]p", "x [x]", "back\\slash"]
 
@@ -57,3 +57,23 @@ def test_runs_in_such_a_folder_are_neither_read_nor_called_damaged(
     with pytest.raises(ctl_core.SetupError, match=r"\[x\]\S* contains '\['"):
         ctl_core.load(source, callbacks=make_hooks())
     assert small.read_files(source) == before
+
+
+def test_folders_of_outputs_are_created_or_refused_before_the_work(
+    cli: Cli, tmp_path: Path
+) -> None:
+    """Not even root may write to /proc."""
+    (tmp_path / "callbacks.py").write_text(EVALUATED)
+    assert cli(None).code == 0
+    assert cli(None, command=["predict", "a", "--output=new/results/x.npz"]).code == 0
+    assert (tmp_path / "new/results/x.npz").is_file()
+    assert cli(None, command=["export", "a", "--output=models/mine"]).code == 0
+    assert (tmp_path / "models/mine/1/saved_model.pb").is_file()
+    refused(cli(None, command=["predict", "a", "--output=/proc/x.npz"]), "output: /proc")
+    refused(cli(None, command=["predict", "a", "--output=/proc/x/y.npz"]), "output: /proc/x")
+    (tmp_path / "folder.npz").mkdir()
+    refused(cli(None, command=["predict", "a", "--output=folder.npz"]), "is a folder")
+    refused(cli(None, command=["export", "a", "--output=/proc/models"]), "output: /proc/mod")
+    for more in ([], ["--workers=2"], ["--background"], [f"--mirror={tmp_path}/m"]):
+        outcome = cli(None, "--runs-dir=/proc/runs", *more)
+        refused(outcome, "runs_dir: /proc/runs/a cannot be written")
