@@ -20,6 +20,7 @@ run is fetched before its settings are known.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -108,9 +109,7 @@ class Mirror:
         # The modification time and size that each file had when it was last copied. Files of
         # checkpoints are not included.
         self._copied_along: dict[str, tuple[int, int]] = {}
-        if isinstance(self._store, FolderStore) and (
-            self._store.root.resolve() == self._run.resolve()
-        ):
+        if isinstance(self._store, FolderStore) and _is_same(self._store.root, self._run):
             raise SetupError(f"mirror: {config.mirror} is runs_dir itself; choose another folder.")
 
     # ---- Fetching -------------------------------------------------------------------------------
@@ -383,6 +382,20 @@ class Mirror:
             shutil.copyfile(source, copy)
             self._store.upload(copy, path)
             self._copied_along[path] = state
+
+
+def _is_same(mirror: Path, run: Path) -> bool:
+    """Returns True if two folders, or the folders above them, are the same.
+
+    A folder may have several paths, for example through a bind mount.
+    """
+    if mirror.resolve() == run.resolve():
+        return True
+    for first, second in ((mirror, run), (mirror.parent, run.parent)):
+        with contextlib.suppress(OSError):  # one of them does not exist
+            if os.path.samefile(first, second):
+                return True
+    return False
 
 
 def _list_recorded(files: dict[int, list[str]]) -> list[int]:

@@ -9,10 +9,11 @@ Folders need no additional package. Buckets need ``fsspec``, which is imported o
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,7 +97,7 @@ class FsspecStore:
     """
 
     def __init__(self, url: str) -> None:
-        """Connects to a URL.
+        """Prepares the access to a URL, and connects to it if that is possible now.
 
         Raises:
             SetupError: the package for this kind of URL is not installed or does not exist.
@@ -109,12 +110,34 @@ class FsspecStore:
                 "gcsfs: python -m pip install fsspec s3fs"
             ) from error
         self._has_folders = url.partition(":")[0] not in _BUCKETS
-        self._files: Any
-        self._root: str
+        self._url = url
+        self._connect: Callable[[str], tuple[Any, str]] = fsspec.core.url_to_fs
+        with contextlib.suppress(OSError):  # a later call connects again, and reports the error
+            self._connection  # noqa: B018
+
+    @functools.cached_property
+    def _connection(self) -> tuple[Any, str]:
+        """The file system of ``fsspec``, and the path in it.
+
+        Raises:
+            SetupError: there is no package for this kind of URL.
+            OSError: the storage refuses the connection.
+        """
         try:
-            self._files, self._root = fsspec.core.url_to_fs(url)
+            return self._connect(self._url)
         except (ImportError, ValueError) as error:
-            raise SetupError(f"mirror: {url} cannot be used: {format_error(error)}") from error
+            raise SetupError(
+                f"mirror: {self._url} cannot be used: {format_error(error)}"
+            ) from error
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(format_error(error)) from error
+
+    @property
+    def _files(self) -> Any:
+        """The file system of ``fsspec``."""
+        return self._connection[0]
 
     def list_names(self, folder: str) -> list[str]:
         """Returns the names in a folder, without using a cache; an empty list if it is missing."""
@@ -151,7 +174,7 @@ class FsspecStore:
 
     def _locate(self, path: str) -> str:
         """Returns the full path of a file in the file system of ``fsspec``."""
-        return f"{self._root.rstrip('/')}/{path}".rstrip("/")
+        return f"{self._connection[1].rstrip('/')}/{path}".rstrip("/")
 
 
 @contextlib.contextmanager

@@ -637,6 +637,41 @@ def test_another_run_that_appears_during_training_is_left_alone(
     assert list_saved_steps(Path("m/a/ckpt")) == [5]
 
 
+def test_mirror_that_refuses_the_connection_is_no_obstacle_to_a_run_that_is_here(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage such as SFTP connects when it is opened, rather than when it is first read."""
+
+    def refuse(url: str) -> Any:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    (tmp_path / "callbacks.py").write_text(HOOKS)
+    monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
+    outcome = cli(None, "--steps", "5", "--mirror", "memory://m", command=FLAGS)
+    refused(outcome, "mirror: memory://m/a cannot be read: ConnectionRefusedError")
+    train(cli, "--steps", "5")
+    out = train(cli, "--steps", "10", "--mirror", "memory://m")
+    assert "the run resumes from its own checkpoint of step 5" in out
+    assert "checkpoints that could not be copied to memory://m/a: 2." in out
+
+
+def test_folder_of_the_runs_by_another_path_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other path is a symbolic link, or a bind mount, which a changed ``samefile`` imitates."""
+    save(2)
+    Path("linked").symlink_to("runs")
+    Path("mounted").mkdir()
+    with pytest.raises(SetupError, match="is runs_dir itself"):
+        Mirror(dataclasses.replace(CONFIG, mirror="linked"))
+    Mirror(dataclasses.replace(CONFIG, mirror="mounted"))
+    monkeypatch.setattr(
+        os.path, "samefile", lambda *paths: {path.name for path in paths} == {"mounted", "runs"}
+    )
+    with pytest.raises(SetupError, match="is runs_dir itself"):
+        Mirror(dataclasses.replace(CONFIG, mirror="mounted"))
+
+
 def raise_timeout(*_: object) -> list[str]:
     raise TimeoutError("no answer")
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,11 @@ import tensorflow as tf
 
 from ctl_core.checkpoint import writer
 from ctl_core.cluster import signals
+from ctl_core.session import watch
 from tests.golden import engine, small
 from tests.helpers.cases import assert_weights, make_hooks
 from tests.helpers.project import Train
-from tests.helpers.waiting import wait_until_or_ended
+from tests.helpers.waiting import wait_until, wait_until_or_ended
 
 SETTINGS = {"ckpt_every": 4, "eval_every": 6}
 Kill = Callable[[], None]
@@ -188,3 +190,31 @@ def test_a_signal_before_training_ends_a_cluster(tmp_path: Path) -> None:
         process.kill()
     assert "error: SIGTERM: the process ends; it was not training." in others_log.read_text()
     assert not (tmp_path / "runs/a/ckpt").exists()
+
+
+def test_a_hanging_hook_does_not_cut_a_checkpoint_in_the_background(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit after SIGTERM ends the process only after the checkpoint is complete."""
+    write_record = writer.write_record
+    hanging = threading.Event()
+    written: list[int] = []
+    ended: list[list[int]] = []
+
+    def write_slowly(folder: Path, record: Any) -> None:
+        if record.step == 4:
+            assert hanging.wait(60)
+            time.sleep(3.0)
+        write_record(folder, record)
+        written.append(record.step)
+
+    def hang(step: int) -> None:
+        if step == 5:
+            hanging.set()
+            signal.raise_signal(signal.SIGTERM)
+            wait_until(lambda: ended, 60.0)
+
+    monkeypatch.setattr(writer, "write_record", write_slowly)
+    monkeypatch.setattr(watch.Watch, "_end_process", lambda *_: ended.append(list(written)))
+    train(make_hooks(every_steps={1: hang}), steps=8, ckpt_every=2, stall_seconds=1)
+    assert ended[0] == [2, 4]
