@@ -204,11 +204,35 @@ def lock_file(file: IO[Any]) -> bool:
     return False
 
 
+def _lock_folder(folder: Path) -> int | None:
+    """Locks a folder itself, until the returned descriptor is closed or this process ends.
+
+    Returns:
+        The descriptor of the folder; None if another process holds the lock. The folder is not
+        locked if the system or file system cannot lock folders, as over NFS.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    for _ in range(3):  # retries, because ``is_run_locked`` in another process locks for a moment
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError:
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+# The descriptors of the locked folders, by the open file ``pid`` in them.
+_locked_folders: dict[IO[str], int] = {}
+
+
 def lock_run(folder: Path) -> IO[str] | None:
     """Locks the folder of a run for this process, and writes the process ID to the file ``pid``.
 
     The file ``pid`` is locked rather than the log, because the log may be rotated or removed while
-    the run continues.
+    the run continues. The folder itself is locked, too, in case the file ``pid`` is removed.
 
     Returns:
         The open file, for ``release_run``; None if another process holds the lock.
@@ -222,6 +246,13 @@ def lock_run(folder: Path) -> IO[str] | None:
             return None
         # The process that held the lock may have removed the file after this process opened it.
         if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
+            if fcntl is not None:
+                descriptor_of_folder = _lock_folder(folder)
+                if descriptor_of_folder is None:  # the file ``pid`` of that process was removed
+                    path.unlink(missing_ok=True)
+                    file.close()
+                    return None
+                _locked_folders[file] = descriptor_of_folder
             file.truncate()
             file.write(f"{os.getpid()}\n")
             file.flush()
@@ -237,11 +268,22 @@ def release_run(folder: Path, lock: IO[str]) -> None:
     with contextlib.suppress(OSError):
         (folder / LOCK).unlink(missing_ok=True)
     lock.close()
+    descriptor_of_folder = _locked_folders.pop(lock, None)
+    if descriptor_of_folder is not None:
+        os.close(descriptor_of_folder)
 
 
 def is_run_locked(folder: Path) -> bool:
     """Returns whether a process trains the run in this folder."""
-    return is_locked(folder / LOCK)
+    if is_locked(folder / LOCK):
+        return True
+    if fcntl is None or not folder.is_dir():
+        return False
+    descriptor = _lock_folder(folder)
+    if descriptor is None:
+        return True
+    os.close(descriptor)
+    return False
 
 
 def is_locked(path: Path) -> bool:

@@ -98,6 +98,18 @@ def test_run_is_locked_until_it_is_released(tmp_path: Path) -> None:
     release_run(tmp_path, second)
 
 
+def test_run_stays_locked_if_the_file_pid_is_removed(tmp_path: Path) -> None:
+    lock = lock_run(tmp_path)
+    assert lock is not None
+    (tmp_path / "pid").unlink()
+    assert is_run_locked(tmp_path)
+    assert lock_run(tmp_path) is None and not (tmp_path / "pid").exists()
+    release_run(tmp_path, lock)
+    again = lock_run(tmp_path)
+    assert again is not None and (tmp_path / "pid").read_text() != ""
+    release_run(tmp_path, again)
+
+
 def test_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("kept")
     (tmp_path / "pid").symlink_to(tmp_path / "other")
