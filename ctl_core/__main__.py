@@ -319,16 +319,15 @@ def _train(callbacks: types.ModuleType, config: Config, options: dict[str, Any])
 
         state = check(callbacks, config)
     else:
-        from ctl_core.commands.train import train_here
+        from ctl_core.commands.train import Start, train_here
 
-        state = train_here(
-            callbacks,
-            config,
-            options["continue"],
-            options["note"],
+        start = Start(
+            _STARTED,
+            go_on=options["continue"],
+            note=options["note"],
             start_over=options["start_over"],
-            started=_STARTED,
         )
+        state = train_here(callbacks, config, start)
     if state.stopped_by is not None:
         return 128 + state.stopped_by
     return int(state.diverged)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ctl_core.build import create_state
 from ctl_core.checkpoint.copying import copy_to_mirror
@@ -74,43 +74,47 @@ def train(
     if task.chief:
         for line in notes:
             print(line, flush=True)
-    return train_here(callbacks, config, go_on, note, listeners, start_over, started)
+    return train_here(callbacks, config, Start(started, go_on, note, listeners, start_over))
 
 
-def train_here(
-    callbacks: Any,
-    config: Config,
-    go_on: bool = False,
-    note: str | None = None,
-    listeners: Sequence[Listener] = (),
-    start_over: bool = False,
-    started: float | None = None,
-) -> State:
-    """Trains a run like ``train``, but does not fetch the run from its mirror.
+class Start(NamedTuple):
+    """How a training is started, apart from its settings; see the arguments of ``train``.
 
-    ``started`` is the time at which the command was started, from which ``max_time`` counts.
+    Attributes:
+        started: the time at which the command was started, from which ``max_time`` counts, by
+            ``time.monotonic`` (seconds)
+        go_on: whether to resume a run that a hook has ended
+        note: the user's expectations of the run
+        listeners: listeners to call in addition to the listener that the settings name
+        start_over: whether to begin the run again if its checkpoints were deleted
     """
-    if started is None:
-        started = time.monotonic()
+
+    started: float
+    go_on: bool = False
+    note: str | None = None
+    listeners: Sequence[Listener] = ()
+    start_over: bool = False
+
+
+def train_here(callbacks: Any, config: Config, start: Start) -> State:
+    """Trains a run like ``train``, but does not fetch the run from its mirror."""
     with TURNS.train(config.run_name or "a run"):
-        return _train_alone(callbacks, config, go_on, note, listeners, start_over, started)
+        return _train_alone(callbacks, config, start)
 
 
-def _train_alone(
-    callbacks: Any,
-    config: Config,
-    go_on: bool,
-    note: str | None,
-    listeners: Sequence[Listener],
-    start_over: bool,
-    started: float,
-) -> State:
+def _train_alone(callbacks: Any, config: Config, start: Start) -> State:
     """Trains a run while no other thread trains or loads one."""
     task = find_task(config)
     hooks_file = read_hooks_file(callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []
-    config = settle_logical_replicas(config, find_start(config, start_over))
-    run = Run(config, task, note, listeners=[*listeners, *named], start_over=start_over)
+    config = settle_logical_replicas(config, find_start(config, start.start_over))
+    run = Run(
+        config,
+        task,
+        start.note,
+        listeners=[*start.listeners, *named],
+        start_over=start.start_over,
+    )
     console = Console(shown=task.chief and not is_stdout(run.path / "train.log"))
     config = dataclasses.replace(config, run_name=run.path.name)  # the run may have chosen a name
     with (
@@ -125,8 +129,9 @@ def _train_alone(
             console.say(line)
         state = create_state(callbacks, config, run, console)
         check_losses(state, console)
-        with contextlib.closing(Trainer(state, run, console, signals, watch, started)) as trainer:
-            trainer.restore(go_on)
+        trainer = Trainer(state, run, console, signals, watch, start.started)
+        with contextlib.closing(trainer):
+            trainer.restore(start.go_on)
             modules = functools.partial(read_modules, callbacks, config.callbacks)
             trainer.train(hooks_file, modules)
     return state

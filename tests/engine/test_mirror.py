@@ -642,7 +642,7 @@ def test_mirror_that_refuses_the_connection_is_no_obstacle_to_a_run_that_is_here
 ) -> None:
     """Storage such as SFTP connects when it is opened, rather than when it is first read."""
 
-    def refuse(url: str) -> Any:
+    def refuse(_: str) -> Any:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
 
     (tmp_path / "callbacks.py").write_text(HOOKS)
@@ -655,9 +655,8 @@ def test_mirror_that_refuses_the_connection_is_no_obstacle_to_a_run_that_is_here
     assert "checkpoints that could not be copied to memory://m/a: 2." in out
 
 
-def test_folder_of_the_runs_by_another_path_is_refused(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("place")
+def test_folder_of_the_runs_by_another_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other path is a symbolic link, or a bind mount, which a changed ``samefile`` imitates."""
     save(2)
     Path("linked").symlink_to("runs")
