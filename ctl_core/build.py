@@ -287,7 +287,7 @@ class _Builder:
 
     def _find_low_precisions(self) -> list[str]:
         """Returns the dtypes lower than float32 in which layers compute."""
-        dtypes = {self.config.precision}
+        dtypes: set[str] = {self.config.precision}
         dtypes |= {layer.compute_dtype for layer in self.recording.layers}
         return sorted(dtypes & {"bfloat16", "float16"})
 
@@ -349,7 +349,7 @@ class _Builder:
                 "max_to_keep=config.keep."
             )
         prepare_list(self.run.ckpt)
-        return self._create(
+        created: tuple[tf.train.Checkpoint, tf.train.CheckpointManager] = self._create(
             "create_ckpt",
             ckpt_path=str(self.run.ckpt),
             step=components.step_variable,
@@ -358,6 +358,7 @@ class _Builder:
             train_model=make_trackable(components.train_model),
             train_loss=make_trackable(components.train_loss),
         )
+        return created
 
     def _create(self, name: str, **values: Any) -> UserObject:
         """Calls a hook, and records the variables and layers that it creates.

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+import keras
 import tensorflow as tf
 
 from ctl_core import compat
@@ -157,7 +158,7 @@ class ScratchTracer:
 
     def _trace_backward(
         self,
-        graph: tf.Graph,
+        graph: compat.FunctionGraph,
         special: SpecialOps,
         objectives: list[tuple[str, ReplicaObjective]],
     ) -> list[BackwardOp]:
@@ -239,7 +240,7 @@ class ScratchTracer:
         refuse_scaled_losses(self.hooks, compat.add_called_ops(graph.get_operations()))
 
     @contextlib.contextmanager
-    def _scratch(self, hook: str, spec: BatchSpec) -> Iterator[tuple[tf.Graph, Batch]]:
+    def _scratch(self, hook: str, spec: BatchSpec) -> Iterator[tuple[compat.FunctionGraph, Batch]]:
         """Yields a graph for tracing hooks without running any op, and a placeholder batch.
 
         Variables that are created in this graph exist outside of it as well. Variables that the
@@ -284,7 +285,7 @@ class ScratchTracer:
                 raise self.hooks.grad_pre.reject(f"{returned} {problem}.")
         return collected
 
-    def _find_drawn(self, graph: tf.Graph) -> set[int]:
+    def _find_drawn(self, graph: compat.FunctionGraph) -> set[int]:
         """Returns the ids of the variables of Keras generators that a graph reads."""
         captured = {id(outer) for outer, _ in graph.captures}
         local_results = self.strategy.experimental_local_results
@@ -295,7 +296,7 @@ class ScratchTracer:
         }
 
     def _find_written(
-        self, graph: tf.Graph, forward: ForwardComponents
+        self, graph: compat.FunctionGraph, forward: ForwardComponents
     ) -> tuple[WrittenVariable, ...]:
         """Returns the variables that a graph writes, except random generators and metrics."""
         recording = self.recording
@@ -307,7 +308,7 @@ class ScratchTracer:
         max_stretch = {
             id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
             for layer in recording.layers
-            if not getattr(layer, "synchronized", True)
+            if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
             for statistic in find_moving_statistics([layer])
         }
         written = []

@@ -49,6 +49,7 @@ from ctl_core.session.process import leave_run
 from ctl_core.session.turns import TURNS
 from ctl_core.types import (
     AnyTensor,
+    AnyTensorSpec,
     Batch,
     BatchSpec,
     Callbacks,
@@ -118,14 +119,15 @@ class LoadedModel:
             raise SetupError(f"input: expected {expected}: {format_error(error, 120)}") from error
 
 
-def _convert_to_tensor(spec: tf.TypeSpec, value: UserObject) -> AnyTensor:
+def _convert_to_tensor(spec: AnyTensorSpec, value: UserObject) -> AnyTensor:
     """Converts an array or nested lists to a tensor; returns a tensor unchanged.
 
     Raises:
         TypeError, ValueError: the value cannot be converted without loss.
     """
     if tf.is_tensor(value):
-        return value
+        given: AnyTensor = value
+        return given
     tensor = tf.convert_to_tensor(value, spec.dtype)
     # TensorFlow truncates numbers that do not fit an integer type.
     if spec.dtype.is_integer and not np.array_equal(tensor, value):
@@ -133,7 +135,7 @@ def _convert_to_tensor(spec: tf.TypeSpec, value: UserObject) -> AnyTensor:
     return tensor
 
 
-def list_input_names(spec: BatchSpec) -> dict[str, tf.TypeSpec]:
+def list_input_names(spec: BatchSpec) -> dict[str, AnyTensorSpec]:
     """Returns the entries of a model's input by their names in files and in signatures.
 
     The name of an entry of a dict is its key, or ``key/inner`` if dicts are nested. The first entry
@@ -403,7 +405,7 @@ class _Loading(threading.local):
 _loading = _Loading()
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@tf.autograph.experimental.do_not_convert
 def load(
     run: str | Path, checkpoint: CheckpointName = None, callbacks: Callbacks | None = None
 ) -> LoadedModel:
@@ -586,7 +588,7 @@ def save_model(model: LoadedModel, folder: Path) -> None:
     def serve(inputs: Structure) -> ModelOutput:
         return restore_constants(model.function(inputs))
 
-    module = tf.Module()
+    module: Any = tf.Module()
     module.variables_of_run = list(model.function.graph.variables)
     module.tables_of_run = find_tables(model.function.graph)
     module.serve = serve

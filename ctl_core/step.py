@@ -135,6 +135,7 @@ def train_step(
     """
     components = context.components
     if components.assign_rate is not None:
+        assert isinstance(context.step, tf.Tensor)
         components.assign_rate(context.step)
     if context.hooks.turns:
         share = global_batch.deal(0)  # all turns use the same batch

@@ -1,7 +1,7 @@
 """Types that recur throughout the engine.
 
-TensorFlow has no type annotations, so a type checker treats most of these types as ``Any``. Their
-names tell a reader the meaning of a value.
+TensorFlow has no type annotations, so without stubs of TensorFlow, a type checker treats most of
+these types as ``Any``. Their names tell a reader the meaning of a value.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 AnyTensor: TypeAlias = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
+AnyTensorSpec: TypeAlias = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
 
 # A tensor, or tensors in nested tuples, lists and dicts, as tf.nest supports them.
 Structure: TypeAlias = Any

@@ -411,6 +411,7 @@ def apply_on_device(
         skips: bool scalars that say whether to skip an update, by objective
     """
     strategy = context.components.strategy
+    assert isinstance(context.step, tf.Tensor)
     with (
         tf.device(strategy.extended.worker_devices[number]),
         tf.name_scope(""),  # otherwise, the names of summaries would begin with the name scope

@@ -73,7 +73,7 @@ def train_on_parts_of_gpu(number: int) -> None:
     tf.config.set_logical_device_configuration(gpu, [part] * number)
     names = [f"GPU:{index}" for index in range(number)]
     strategy = tf.distribute.MirroredStrategy(names, tf.distribute.ReductionToOneDevice())
-    build.create_strategy = lambda config: strategy  # noqa: ARG005  (replaces a function)
+    vars(build)["create_strategy"] = lambda _: strategy
 
 
 def main() -> int:

@@ -43,6 +43,7 @@ from ctl_core.checkpoint.stateful_ops import find_keeping_op, find_unknown_ops
 from ctl_core.checkpoint.vocabularies import Vocabularies
 from ctl_core.checkpoint.writer import Divergence, Writer, write_together
 from ctl_core.compat import (
+    FunctionGraph,
     add_called_ops,
     find_captured_iterators,
     find_written_resources,
@@ -658,7 +659,7 @@ def _list_variables(ckpt: tf.train.Checkpoint) -> list[tf.Variable]:
     return [item for item in descendants if isinstance(item, tf.Variable)]
 
 
-def check_written(state: State, graph: tf.Graph) -> None:
+def check_written(state: State, graph: FunctionGraph) -> None:
     """Raises an error if a step keeps values for later steps that no checkpoint contains.
 
     These are the values of variables and lookup tables, and the contents of queues. If there are
@@ -684,7 +685,7 @@ def check_written(state: State, graph: tf.Graph) -> None:
         raise reject_unsaved(unsaved[0])
 
 
-def describe_unknown_state(state: State, graph: tf.Graph) -> str | None:
+def describe_unknown_state(state: State, graph: FunctionGraph) -> str | None:
     """Describes the ops of a step whose state, if they have one, is in no checkpoint.
 
     Returns None if there are no such ops.
@@ -717,7 +718,7 @@ def reject_unsaved(name: str) -> SetupError:
     )
 
 
-def _find_unsaved_variables(state: State, graph: tf.Graph) -> list[str]:
+def _find_unsaved_variables(state: State, graph: FunctionGraph) -> list[str]:
     """Returns the names of the variables that a graph writes and that no checkpoint contains."""
     strategy = state.strategy
     recorded = state.recording.variables
@@ -742,7 +743,7 @@ def _find_unsaved_variables(state: State, graph: tf.Graph) -> list[str]:
     ]
 
 
-def _find_unsaved_tables(state: State, graph: tf.Graph) -> list[str]:
+def _find_unsaved_tables(state: State, graph: FunctionGraph) -> list[str]:
     """Returns a name for each lookup table that a graph writes and that no checkpoint contains."""
     ops = add_called_ops(graph.get_operations())
     if not any(op.type in _WRITING_TABLES for op in ops):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
 from ctl_core.model.copies import list_local_components
@@ -61,7 +62,7 @@ class FiniteVariables:
         """Returns the name of the first variable that is not finite; None if all are finite."""
         if not self._names:
             return None
-        are_finite = self._are_finite().numpy()
+        are_finite: np.ndarray = self._are_finite().numpy()
         if are_finite.all():
             return None
         return self._names[are_finite.argmin()]
@@ -73,10 +74,10 @@ def _is_used(name: str, variable: Variable) -> bool:
     Variables that are summed over the replicas are left out, because their values differ between
     the processes of a cluster.
     """
-    variable = unwrap(variable)
-    is_part = name.startswith(_USED) or (name.startswith(_TRAINED) and bool(variable.trainable))
-    has_nan = variable.dtype.is_floating or variable.dtype.is_complex
-    return is_part and has_nan and not is_summed(variable)
+    unwrapped: tf.Variable = unwrap(variable)
+    is_part = name.startswith(_USED) or (name.startswith(_TRAINED) and bool(unwrapped.trainable))
+    has_nan = unwrapped.dtype.is_floating or unwrapped.dtype.is_complex
+    return is_part and has_nan and not is_summed(unwrapped)
 
 
 def _is_finite(variable: tf.Variable) -> tf.Tensor:

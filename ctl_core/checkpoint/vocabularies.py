@@ -8,7 +8,7 @@ The index of a word would then select the wrong row of the trained embedding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -24,6 +24,12 @@ from ctl_core.run.errors import SetupError
 
 # The values that a layer has learned, as lists, by the names that the class of the layer uses.
 Learned: TypeAlias = dict[LearnedName, list[str | int | float]]
+
+Lookup: TypeAlias = (
+    keras.layers.StringLookup | keras.layers.IntegerLookup | keras.layers.Discretization
+)
+# A layer that can learn values.
+Learning: TypeAlias = Lookup | keras.layers.Normalization
 
 # The layers whose values are restored. This includes the StringLookup in a TextVectorization.
 _LOOKUPS = (
@@ -73,6 +79,7 @@ class Vocabularies:
                     f"when the run was started ({entries_before} entries then, {entries_now} "
                     "now); adapt it to the same data, or choose another run_name."
                 )
+            assert not isinstance(layer, keras.layers.Normalization)  # its values are variables
             if isinstance(layer, keras.layers.Discretization):
                 layer.bin_boundaries = before["bin_boundaries"]
             else:
@@ -85,7 +92,7 @@ class Vocabularies:
             )
 
 
-def _find_data_layers(state: State) -> list[keras.Layer]:
+def _find_data_layers(state: State) -> list[Learning]:
     """Returns the layers that hooks may use to preprocess the data, without duplicates."""
     hooks = state.hooks
     data_hooks = [hooks.create_dataset, hooks.make_batches, hooks.create_eval_dataset]
@@ -101,20 +108,20 @@ def _find_data_layers(state: State) -> list[keras.Layer]:
     return _find_learning([*functions, *global_layers, *imported, *recorded])
 
 
-def _find_learning(objects: Iterable[Any]) -> list[keras.Layer]:
+def _find_learning(objects: Iterable[Any]) -> list[Learning]:
     """Searches objects for layers that can learn values, and returns each of them once."""
     layers = [layer for item in walk(list(objects)) for layer in flatten_layers(item)]
     return list({id(layer): layer for layer in layers if isinstance(layer, _LEARNING)}.values())
 
 
-def _name_layers(place: str, layers: list[keras.Layer]) -> dict[str, keras.Layer]:
+def _name_layers(place: str, layers: Sequence[Learning]) -> dict[str, Learning]:
     """Returns the layers by names such as ``model/0/StringLookup``."""
     return {
         f"{place}/{number}/{type(layer).__name__}": layer for number, layer in enumerate(layers)
     }
 
 
-def _read_learned(layer: keras.Layer) -> Learned:
+def _read_learned(layer: Learning) -> Learned:
     """Returns the values that a layer has learned."""
     if isinstance(layer, keras.layers.Normalization):
         return {name: np.ravel(getattr(layer, name)).tolist() for name in ("mean", "variance")}

@@ -43,7 +43,7 @@ def count_local_replicas(strategy: tf.distribute.Strategy) -> int:
 
 def has_peers(strategy: tf.distribute.Strategy) -> bool:
     """Returns True if there are replicas in other processes."""
-    return strategy.num_replicas_in_sync > count_local_replicas(strategy)  # type: ignore[no-any-return]
+    return strategy.num_replicas_in_sync > count_local_replicas(strategy)
 
 
 def _find_shared_context() -> tf.distribute.ReplicaContext | None:
@@ -79,7 +79,7 @@ def num_replicas() -> int:
     if _logical_replicas is not None:
         return _logical_replicas
     context = tf.distribute.get_replica_context() or tf.distribute.get_strategy()
-    return context.num_replicas_in_sync  # type: ignore[no-any-return]
+    return context.num_replicas_in_sync
 
 
 def replica_id() -> int | tf.Tensor:

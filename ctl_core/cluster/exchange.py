@@ -95,7 +95,7 @@ def check_reduce(value: AnyTensor | Gradient, operation: str) -> None:
 def _is_number(dtype: tf.DType) -> bool:
     """Returns whether values of a dtype are numbers, and can be added up."""
     is_number = dtype.is_floating or dtype.is_integer or dtype.is_complex
-    return is_number and not dtype.is_quantized  # type: ignore[no-any-return]
+    return is_number and not dtype.is_quantized
 
 
 def _describe(value: AnyTensor) -> str:
@@ -118,10 +118,16 @@ def gather(context: tf.distribute.ReplicaContext, value: AnyTensor, axis: int) -
         return _gather_ragged(context, value)
     if isinstance(value, tf.SparseTensor):
         return _gather_sparse(context, value)
+    return _gather_dense(context, value, axis)
+
+
+def _gather_dense(context: tf.distribute.ReplicaContext, value: tf.Tensor, axis: int) -> tf.Tensor:
+    """Returns the tensors of all replicas, concatenated along an axis."""
     if value.shape.rank is not None:
         axis %= value.shape.rank  # collectives do not accept negative axes
     dtype = value.dtype
     is_in_cluster = isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    gathered: tf.Tensor
     if dtype in _GATHERED or (dtype in (tf.bfloat16, tf.string) and not is_in_cluster):
         gathered = context.all_gather(value, axis)
     elif dtype == tf.string:
@@ -138,8 +144,12 @@ def _gather_ragged(
     context: tf.distribute.ReplicaContext, ragged: tf.RaggedTensor
 ) -> tf.RaggedTensor:
     """Returns the rows of all replicas."""
-    values = gather(context, ragged.values, 0)
-    lengths = gather(context, ragged.row_lengths(), 0)
+    values: tf.Tensor | tf.RaggedTensor
+    if isinstance(ragged.values, tf.RaggedTensor):
+        values = _gather_ragged(context, ragged.values)
+    else:
+        values = _gather_dense(context, ragged.values, 0)
+    lengths = _gather_dense(context, ragged.row_lengths(), 0)
     length = ragged.uniform_row_length
     if length is not None:
         length = tf.get_static_value(length)
@@ -153,19 +163,19 @@ def _gather_sparse(
     context: tf.distribute.ReplicaContext, sparse: tf.SparseTensor
 ) -> tf.SparseTensor:
     """Returns the rows of all replicas."""
-    shapes = gather(context, sparse.dense_shape[tf.newaxis], 0)  # a row for each replica
+    shapes = _gather_dense(context, sparse.dense_shape[tf.newaxis], 0)  # a row for each replica
     first_row = tf.reduce_sum(shapes[: context.replica_id_in_sync_group, 0])
     rows = sparse.indices[:, :1] + first_row
     return tf.SparseTensor(
-        gather(context, tf.concat([rows, sparse.indices[:, 1:]], 1), 0),
-        gather(context, sparse.values, 0),
+        _gather_dense(context, tf.concat([rows, sparse.indices[:, 1:]], 1), 0),
+        _gather_dense(context, sparse.values, 0),
         tf.concat([tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)], 0),
     )
 
 
 def _gather_texts(context: tf.distribute.ReplicaContext, texts: tf.Tensor, axis: int) -> tf.Tensor:
     """Returns the strings of all replicas, which are exchanged as integers."""
-    order = [axis, *(other for other in range(texts.shape.rank) if other != axis)]
+    order = [axis, *(other for other in range(len(texts.shape)) if other != axis)]
     moved = tf.transpose(texts, order)
     mark = ","  # commas do not occur in Base64, which is plain ASCII
     marked = tf.strings.join([tf.io.encode_base64(tf.reshape(moved, [-1])), mark])
@@ -220,7 +230,7 @@ def _decode_number(encoded: Gradient, dtype: tf.DType) -> Gradient:
 def _choose(
     context: tf.distribute.ReplicaContext,
     value: Gradient,
-    choose: Callable[[tf.Tensor, int], tf.Tensor],
+    choose: Callable[[Gradient, int], tf.Tensor],
 ) -> tf.Tensor:
     """Returns the maximum or the minimum over the replicas that have rows.
 

@@ -30,7 +30,7 @@ NO_EXCHANGE = (
 Options: TypeAlias = tf.distribute.experimental.CommunicationOptions | None
 
 
-class LoneReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
+class LoneReplica(tf.distribute.ReplicaContext):
     """A context in which one replica is traced without the others.
 
     Exchanged values have the right shapes, but come from this replica only.
@@ -100,7 +100,7 @@ class FirstReplica(LoneReplica):
         return tf.constant(0)
 
 
-class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
+class InnerContext(tf.distribute.ReplicaContext):
     """A context inside an outer context; delegates every method that it does not override.
 
     Variables use the same component as in the outer context, even if the outer context reports
@@ -116,8 +116,8 @@ class InnerContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
         self._outer = outer
 
     @property
-    def replica_id_in_sync_group(self) -> tf.Tensor:
-        """The index that the outer context reports, an int32 scalar."""
+    def replica_id_in_sync_group(self) -> int | tf.Tensor:
+        """The index that the outer context reports, an int32 scalar or an int."""
         return self._outer.replica_id_in_sync_group
 
     @do_not_convert
@@ -194,7 +194,8 @@ class RowWeighted(InnerContext):
         self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, options: Options = None
     ) -> Structure:
         """Returns the sum over the replicas that have rows, or the mean over all their rows."""
-        reduce_op = tf.distribute.ReduceOp(getattr(reduce_op, "value", reduce_op).upper())
+        name = str(getattr(reduce_op, "value", reduce_op)).upper()
+        reduce_op = tf.distribute.ReduceOp(name)
         if reduce_op is tf.distribute.ReduceOp.SUM:
             return self._sum(value, options)
         return tf.nest.map_structure(lambda tensor: self._average(tensor, options), value)
@@ -207,12 +208,17 @@ class RowWeighted(InnerContext):
         value = tf.convert_to_tensor(value)  # it may be tf.IndexedSlices
         weight = tf.cast(self._rows, value.dtype)
         total, total_weight = self._sum([value * weight, weight], options)
-        return total / total_weight
+        average: tf.Tensor = total / total_weight
+        return average
 
     def _mask(self, value: Gradient) -> Gradient:
         """Returns the value, or zeros if the replica computes on a placeholder batch."""
         if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(self._mask(value.values), value.indices, value.dense_shape)
+            masked = self._mask_tensor(value.values)
+            return tf.IndexedSlices(masked, value.indices, value.dense_shape)
+        return self._mask_tensor(value)
+
+    def _mask_tensor(self, value: tf.Tensor) -> tf.Tensor:
         if self._present is None:
             return value
         return tf.where(self._present, value, tf.zeros_like(value))
@@ -225,16 +231,17 @@ class RowWeighted(InnerContext):
         code of this replica may look up its own values in the result.
         """
         gathered = super().all_gather(value, axis, options)
-        if self._present is None:
+        present = self._present
+        if present is None:
             return gathered
 
         def cut(tensor: tf.Tensor, gathered: tf.Tensor) -> tf.Tensor:
-            own_size = tf.where(self._present, tf.shape(tensor, tf.int64)[axis], 0)
+            own_size = tf.where(present, tf.shape(tensor, tf.int64)[axis], 0)
             real_size = tf.distribute.ReplicaContext.all_reduce(
                 self, tf.distribute.ReduceOp.SUM, own_size
             )
             size = tf.shape(gathered, tf.int64)[axis]
-            kept = tf.where(self._present, real_size, size)
+            kept = tf.where(present, real_size, size)
             return tf.split(gathered, tf.stack([kept, size - kept]), axis)[0]
 
         return tf.nest.map_structure(cut, value, gathered)
@@ -301,7 +308,7 @@ def enter_logical_replica(index: Count, replicas: int) -> contextlib.AbstractCon
 
 
 def weigh_by_rows(
-    rows: Count, present: tf.Tensor | None, rows_of_all: tf.Tensor | None = None
+    rows: Count | None, present: tf.Tensor | None, rows_of_all: tf.Tensor | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Enters a ``RowWeighted`` context with these arguments on a replica.
 

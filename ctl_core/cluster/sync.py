@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -22,6 +22,7 @@ from ctl_core.cluster.facts import Facts, describe_differences
 from ctl_core.cluster.task import Task, answers, describe_loss
 from ctl_core.compat import publish, read_published
 from ctl_core.run.errors import CtlError, PeerLost, RunError, SetupError
+from ctl_core.types import GraphFunction
 
 # The errors that TensorFlow raises on the remaining processes when another process is gone.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
@@ -95,12 +96,12 @@ class Cluster:
         row = np.array(values, np.int64)
         if self.task.processes == 1:
             return row[None]
-        table = self._gather(row).numpy()  # has a row for each replica
+        table: np.ndarray = self._gather(row).numpy()  # has a row for each replica
         replicas_per_process = len(table) // self.task.processes
-        return table[::replicas_per_process]  # type: ignore[no-any-return]
+        return table[::replicas_per_process]
 
     @functools.cached_property
-    def _gather(self) -> Callable[[np.ndarray], tf.Tensor]:
+    def _gather(self) -> GraphFunction:
         """The graph function that gathers a row from each replica.
 
         Each replica creates a table in which all rows except its own are zero. The sum of these
@@ -112,14 +113,16 @@ class Cluster:
             replica = context.replica_id_in_sync_group
             is_row = tf.one_hot(replica, context.num_replicas_in_sync, dtype=tf.int64)
             table = is_row[:, None] * values
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, table)
+            rows: tf.Tensor = context.all_reduce(tf.distribute.ReduceOp.SUM, table)
+            return rows
 
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
         def gather(values: tf.Tensor) -> tf.Tensor:
             table = self._strategy.run(sum_tables, (values,))
-            return self._strategy.experimental_local_results(table)[0]
+            rows: tf.Tensor = self._strategy.experimental_local_results(table)[0]
+            return rows
 
-        return gather  # type: ignore[no-any-return]
+        return gather
 
     def sync(self, status: LoopStatus, hook: object) -> LoopStatus:
         """Shares the status of this process, and returns the status that all processes agree on.

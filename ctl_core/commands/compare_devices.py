@@ -207,6 +207,7 @@ class Comparison:
             observer = Observer(state, self._noisy_steps)
             with trace():
                 observations = observer.observe()
+            assert observer.graph is not None
             self._noisy_steps = observer.noisy_steps
         return Measurement(state, observer.graph, observations, sorted(grad_pre.adding_layers))
 
@@ -221,6 +222,7 @@ def open_on_devices(hooks: Hooks, config: Config, console: CheckConsole) -> Iter
         console: prints warnings
     """
     names = [f"CPU:{index}" for index in range(config.virtual_devices)]
+    strategy: tf.distribute.Strategy
     if len(names) == 1:
         strategy = tf.distribute.OneDeviceStrategy(names[0])
     else:

@@ -23,6 +23,7 @@ from ctl_core.commands.observation import (
     ValueKey,
     Values,
 )
+from ctl_core.compat import FunctionGraph
 from ctl_core.hooks.hooks import Hook
 from ctl_core.model.state import State
 from ctl_core.numerics.variables import unwrap
@@ -46,7 +47,7 @@ class Measurement(NamedTuple):
     """
 
     state: State
-    graph: tf.Graph
+    graph: FunctionGraph
     observations: Observations
     adding_layers: list[str]
 
@@ -150,7 +151,9 @@ def find_rounding(expected: Array, rounded: list[Array]) -> float:
     changes = [
         find_largest(cast_up(array) - cast_up(expected))
         for array in rounded
-        if array.shape == expected.shape and expected.dtype != bool
+        if isinstance(array, np.ndarray)
+        and array.shape == expected.shape
+        and expected.dtype != bool
     ]
     return _ROUNDING_FACTOR * max(changes, default=0.0)
 
@@ -168,7 +171,7 @@ def find_pair(expected: Array, actual: Array, rounding: float) -> tuple[str, str
     """
     if tuple(expected.shape) != tuple(actual.shape):
         return f"shape {tuple(expected.shape)}", f"shape {tuple(actual.shape)}"
-    if isinstance(expected, tf.RaggedTensor):
+    if isinstance(expected, tf.RaggedTensor) or isinstance(actual, tf.RaggedTensor):
         return None
     if np.issubdtype(expected.dtype, np.integer) or expected.dtype == bool:
         rounding = 0.0
@@ -184,12 +187,16 @@ def find_pair(expected: Array, actual: Array, rounding: float) -> tuple[str, str
 
 def find_largest_of_kind(values: Values, kind: Kind) -> float:
     """Returns the largest absolute value in the arrays of a kind; 0 if there are none."""
-    arrays = [components[0] for key, components in values.items() if key[0] is kind]
-    return max(map(find_largest, arrays), default=0.0)
+    arrays = (components[0] for key, components in values.items() if key[0] is kind)
+    return max(
+        (find_largest(array) for array in arrays if isinstance(array, np.ndarray)), default=0.0
+    )
 
 
-def find_largest(array: np.ndarray) -> float:
+def find_largest(array: Array) -> float:
     """Returns the largest absolute value of an array; NaN counts as 0."""
+    if isinstance(array, tf.RaggedTensor):
+        return find_largest(array.flat_values.numpy())
     return float(np.nan_to_num(np.abs(array)).max(initial=0))
 
 
@@ -238,7 +245,8 @@ def find_blamed(measurement: Measurement, kind: Kind) -> Hook:
         is_innocent = name == "grad_pre" and kind is not EXTRA_LOSS and leaves_loss
         if not hook.is_default and not is_innocent:
             return hook
-    return getattr(hooks, kind.hooks[-1])  # type: ignore[no-any-return]
+    last: Hook = getattr(hooks, kind.hooks[-1])
+    return last
 
 
 def describe_names(measurement: Measurement, kind: Kind, group: list[Difference]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.commands.compare_graphs import describe_with_attributes, find_difference
-from ctl_core.compat import add_called_ops, flatten_layers, read_added_losses
+from ctl_core.compat import FunctionGraph, add_called_ops, flatten_layers, read_added_losses
 from ctl_core.compilation import choose_functions
 from ctl_core.graph import StepFunctions, begin_reading
 from ctl_core.hooks.hooks import Hook
@@ -189,7 +189,7 @@ class Observer:
             noisy_steps: how steps with noise are compared; ``UNKNOWN`` in the first measurement
         """
         self.noisy_steps = noisy_steps
-        self.graph: tf.Graph | None = None
+        self.graph: FunctionGraph | None = None
         self._state = state
         self._copies = ReplicaCopies(state.strategy, list(state.recording.variables.values()))
 
@@ -282,6 +282,7 @@ def read_variables(state: State, exact: bool) -> Iterator[tuple[ValueKey, list[A
         is_compared = variable.dtype.is_integer and not is_counter
         if not (is_compared or id(variable) in compared):
             continue
+        components: Sequence[tf.Tensor | tf.Variable]
         if is_summed(variable):
             components = [variable.read_value()]
         else:
@@ -326,10 +327,14 @@ def read_outputs(state: State, output: ModelOutput) -> Iterator[tuple[ValueKey, 
             continue
         has_rows = tensor.shape.rank != 0 and tensor.shape[0] == state.components.shape.batch
         if has_rows or not state.data.shape.by_rows:
-            value = tensor
-            if isinstance(tensor, tf.Tensor):
-                value = tensor.numpy()
-            yield (OUTPUT, str(index)), [value]
+            yield (OUTPUT, str(index)), [_read_array(tensor)]
+
+
+def _read_array(tensor: tf.Tensor | tf.RaggedTensor) -> Array:
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor
+    array: np.ndarray = tensor.numpy()
+    return array
 
 
 def read_losses(state: State, losses: dict[str, Any], metrics: dict[str, float]) -> Values:

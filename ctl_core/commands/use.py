@@ -87,7 +87,8 @@ def _evaluate(state: State) -> dict[str, float]:
         raise SetupError(
             "create_eval_dataset: callbacks.py does not define it, so there is nothing to evaluate."
         )
-    return state.evaluation.evaluate()  # type: ignore[no-any-return]
+    values: dict[str, float] = state.evaluation.evaluate()
+    return values
 
 
 def _watch(state: State, run: Run, console: Console) -> dict[str, float]:

@@ -82,6 +82,7 @@ from ctl_core.compat.gradients import (
     release_custom_gradients,
 )
 from ctl_core.compat.graphs import (
+    FunctionGraph,
     add_called_ops,
     allow_autograph,
     change_results,
@@ -119,6 +120,7 @@ from ctl_core.compat.versions import describe_untested
 from ctl_core.compat.xla import list_gpu_ops, lower
 
 __all__ = [
+    "FunctionGraph",
     "GradientKind",
     "GraphCheckpoint",
     "GraphWriter",

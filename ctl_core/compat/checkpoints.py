@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +15,9 @@ from tensorflow.python.trackable.base import Trackable
 from ctl_core.compat.patches import Scope, set_attributes
 from ctl_core.run.files import format_checkpoint_list
 from ctl_core.types import GraphFunction
+
+# The path of a checkpoint, which is a tensor in a graph.
+PathT = TypeVar("PathT", str, tf.Tensor)
 
 
 class SavedObject(NamedTuple):
@@ -102,8 +105,10 @@ def write_list(manager: tf.train.CheckpointManager) -> None:
     manager writes this file twice for each checkpoint.
     """
     folder = f"{manager.directory}{os.sep}"
+    latest = manager.latest_checkpoint
+    assert latest is not None  # the list is written after a checkpoint was saved
     text = format_checkpoint_list(
-        manager.latest_checkpoint.removeprefix(folder),
+        latest.removeprefix(folder),
         {path.removeprefix(folder): time for path, time in manager._maybe_delete.items()},
         manager._last_preserved_timestamp,
     )
@@ -140,8 +145,8 @@ class GraphCheckpoint(tf.train.Checkpoint):
         return {**super()._trackable_children(*args, **options), **self.children}
 
     def _write(
-        self, file_prefix: str | tf.Tensor, options: tf.train.CheckpointOptions | None = None
-    ) -> str | tf.Tensor:
+        self, file_prefix: PathT, options: tf.train.CheckpointOptions | None = None
+    ) -> PathT:
         """Writes the files. ``CheckpointManager.save`` and ``write`` both call this method."""
         if not (self.in_graph and tf.executing_eagerly()):
             return super()._write(file_prefix, options)

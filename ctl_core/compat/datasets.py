@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.data.ops import interleave_op
 
+from ctl_core.compat.graphs import FunctionGraph
 from ctl_core.compat.patches import Scope, wrap_function
 
 # The classes of stages that draw different random numbers in each pass. The saved position of an
@@ -89,7 +90,8 @@ def read_cache_file(stage: tf.data.Dataset) -> str | None:
     """Returns the file of a cache stage, or "" for a cache in memory; None for any other stage."""
     if type(stage).__name__ != "CacheDataset":
         return None
-    file_name: bytes = tf.get_static_value(tf.convert_to_tensor(stage._filename))
+    cache: Any = stage  # TensorFlow exports no name of its class
+    file_name: bytes = tf.get_static_value(tf.convert_to_tensor(cache._filename))
     return file_name.decode()
 
 
@@ -114,7 +116,7 @@ def note_interleave_order() -> Scope:
 
 
 def _create_interleave(
-    of_tensorflow: Callable[..., None], stage: tf.data.Dataset, *args: Any, **options: Any
+    of_tensorflow: Callable[..., None], stage: Any, *args: Any, **options: Any
 ) -> None:
     of_tensorflow(stage, *args, **options)
     names = {None: "default", True: "true", False: "false"}
@@ -151,7 +153,7 @@ def is_tuned(dataset: tf.data.Dataset) -> bool:
 
 
 def find_captured_iterators(
-    graph: tf.Graph, training_data: tf.data.Iterator | None
+    graph: FunctionGraph, training_data: tf.data.Iterator | None
 ) -> list[tf.data.Iterator]:
     """Returns the iterators that a function's graph captures, except that of the training data."""
     known = {id(variable.handle) for variable in graph.variables}

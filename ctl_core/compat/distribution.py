@@ -159,7 +159,8 @@ def gather_from_replicas(value: tf.Tensor) -> tf.Tensor:
     cross_device_ops = replica_context.strategy.extended._cross_device_ops
     launcher = cross_device_ops._launchers[replica_context._replica_id]
     options = tf.distribute.experimental.CommunicationOptions()
-    return launcher._all_gather(value, options)
+    gathered: tf.Tensor = launcher._all_gather(value, options)
+    return gathered
 
 
 class _Collective(threading.local):
@@ -296,8 +297,10 @@ def _receive(
 ) -> tf.Tensor:
     """Receives the value that ``_send`` has sent with the same keys."""
     _group_size, group_key, instance_key = keys
+    received: tf.Tensor
     if dtype in _BROADCAST:
-        return of_tensorflow(shape, dtype, *keys, **options)
+        received = of_tensorflow(shape, dtype, *keys, **options)
+        return received
     if dtype == tf.string:
         pieces = int(_wait_for_piece(group_key, instance_key, 0))
         text = "".join(

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 
 # The folders of TensorFlow and Keras.
-_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (tf, keras))
+_LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (tf.__file__, keras.__file__))
 _GRADIENT_NAME = "_gradient_op_type"
 
 
@@ -79,7 +79,8 @@ def _find_gradient_function(op: tf.Operation, has_name: bool) -> Callable[..., A
     for variable in ("tape_grad_fn", "grad_fn"):  # the closures of tf.custom_gradient
         if function is not None and _is_of_library(function):
             function = _read_closure(function).get(variable, function)
-    return function  # type: ignore[no-any-return]
+    found: Callable[..., Any] | None = function
+    return found
 
 
 def _read_closure(function: Callable[..., Any]) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def _hand_to_graph(name: str) -> None:
     """
     registry = ops.gradient_registry._registry
     gradient = registry[name]["type"]
-    graph = _find_graph(gradient)
+    graph: Any = _find_graph(gradient)  # gets an attribute that no other graph has
     if graph is None:
         return
     if not hasattr(graph, "_ctl_custom_gradients"):
@@ -160,5 +161,6 @@ def _find_graph(gradient: Callable[..., Any]) -> tf.Graph | None:
     result = _read_closure(closure["tape_grad_fn"])["result"]
     for tensor in tf.nest.flatten(result, expand_composites=True):
         if tf.is_symbolic_tensor(tensor):
-            return tensor.graph
+            graph: tf.Graph = tensor.graph
+            return graph
     return None

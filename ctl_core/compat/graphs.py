@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
@@ -14,8 +14,11 @@ from tensorflow.python.framework import auto_control_deps_utils, op_callbacks
 
 from ctl_core.compat.patches import Scope, set_attributes, wrap_function
 
+# A graph that captures variables and tensors from outside of it.
+FunctionGraph: TypeAlias = tf.__internal__.FuncGraph
 
-def make_scratch_graph(name: str) -> tf.Graph:
+
+def make_scratch_graph(name: str) -> FunctionGraph:
     """Returns a graph for tracing. As in a tf.function, Keras creates variables outside the graph.
 
     The graph has its own collections. Otherwise, the variables of replicas would be added to the
@@ -29,7 +32,9 @@ def leave_creator_scopes() -> Scope:
     return set_attributes(tf.compat.v1.get_default_graph(), _variable_creator_stack=[])
 
 
-def find_captured_variables(graph: tf.Graph, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
+def find_captured_variables(
+    graph: FunctionGraph, strategy: tf.distribute.Strategy
+) -> list[tf.Variable]:
     """Returns the variables that a scratch graph captures from outside, in the order of capture."""
     components = {
         id(component.handle): component
@@ -39,7 +44,7 @@ def find_captured_variables(graph: tf.Graph, strategy: tf.distribute.Strategy) -
     return [components[id(outer)] for outer, _ in graph.captures if id(outer) in components]
 
 
-def find_written_resources(graph: tf.Graph) -> list[tf.Tensor]:
+def find_written_resources(graph: FunctionGraph) -> list[tf.Tensor]:
     """Returns the resource handles that a function's graph captures and may write to."""
     written = set()
     for op in graph.get_operations():
@@ -48,7 +53,7 @@ def find_written_resources(graph: tf.Graph) -> list[tf.Tensor]:
     return [outer for outer, inner in graph.captures if inner.name in written]
 
 
-def find_called_graphs(op: tf.Operation) -> list[tf.Graph]:
+def find_called_graphs(op: tf.Operation) -> list[FunctionGraph]:
     """Returns the graphs of the functions that an op calls, in the same order on each process."""
     names = []
     for _, attribute in sorted(op.node_def.attr.items()):
@@ -70,7 +75,7 @@ def add_called_ops(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]
 
 
 def _walk_ops(
-    operations: Iterable[tf.Operation], visited: dict[int, tf.Graph]
+    operations: Iterable[tf.Operation], visited: dict[int, FunctionGraph]
 ) -> Iterator[tf.Operation]:
     """Yields the ops of ``add_called_ops``.
 
@@ -100,7 +105,9 @@ def allow_autograph() -> contextlib.AbstractContextManager[Any]:
     ``do_not_convert`` also applies to everything that the marked function calls, such as the
     functions that hooks pass to ``Dataset.map``.
     """
-    return ag_ctx.ControlStatusCtx(status=ag_ctx.Status.UNSPECIFIED)
+    scope: contextlib.AbstractContextManager[Any]
+    scope = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.UNSPECIFIED)
+    return scope
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from tensorflow.python.eager.polymorphic_function import function_context
 
 from ctl_core.compat.patches import Scope, replace_attribute, set_attributes, wrap_function
 from ctl_core.compat.randomness import draw_from
-from ctl_core.types import Model
+from ctl_core.types import UserObject
 
 _KERAS_NEW = vars(keras.Layer)["__new__"]
 
@@ -40,7 +40,7 @@ class _ThreadState(threading.local):
 _thread = _ThreadState()
 
 
-def flatten_layers(model: Model) -> list[keras.Layer]:
+def flatten_layers(model: UserObject) -> list[keras.Layer]:
     """Returns a Keras model and all its layers, parents first; [] for any other model."""
     if isinstance(model, keras.Layer):
         return list(model._flatten_layers())
@@ -64,7 +64,7 @@ def watch_new_layers(notify: Callable[[keras.Layer], None]) -> Iterator[None]:
     outer_new = vars(keras.Layer)["__new__"]
 
     def create(kind: type[keras.Layer], *args: Any, **options: Any) -> keras.Layer:
-        layer = outer_new(kind, *args, **options)
+        layer: keras.Layer = outer_new(kind, *args, **options)
         notify(layer)
         return layer
 
@@ -148,4 +148,5 @@ def run_replica(generator: keras.random.SeedGenerator | None) -> Iterator[None]:
 def _scale_loss(of_keras: Callable[..., Any], value: tf.Tensor) -> tf.Tensor:
     if _thread.keeps_means:
         return value
-    return of_keras(value)
+    scaled: tf.Tensor = of_keras(value)
+    return scaled

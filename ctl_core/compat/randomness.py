@@ -36,7 +36,9 @@ def get_seed_generator() -> keras.random.SeedGenerator | None:
 
     Returns None if ``keras.random`` has not used the generator yet.
     """
-    return global_state.get_global_attribute("global_seed_generator")
+    generator: keras.random.SeedGenerator | None
+    generator = global_state.get_global_attribute("global_seed_generator")
+    return generator
 
 
 def draw_from(generator: keras.random.SeedGenerator | None) -> Scope:

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.sync import LoopStatus
-from ctl_core.compat import add_called_ops
+from ctl_core.compat import FunctionGraph, add_called_ops
 from ctl_core.evaluation.sets import SINGLE_SET, EvaluationData, EvaluationSet
 from ctl_core.evaluation.step import define_run_steps
 from ctl_core.hooks.recording import Recording, read_flags
@@ -107,12 +107,12 @@ class Evaluation:
                 graph = self._trace_set(evaluation_set)
             evaluation_set.copies = self._copy_written_variables(graph)
 
-    def _trace_set(self, evaluation_set: EvaluationSet) -> tf.Graph:
+    def _trace_set(self, evaluation_set: EvaluationSet) -> FunctionGraph:
         """Traces the graph function of a set, and returns its graph."""
         evaluation_set.run_steps = define_run_steps(self._components, evaluation_set)
         return evaluation_set.run_steps.get_concrete_function().graph
 
-    def list_graphs(self) -> list[tf.Graph]:
+    def list_graphs(self) -> list[FunctionGraph]:
         """Returns the graphs that ``trace`` has traced, one for each set."""
         return [
             evaluation_set.run_steps.get_concrete_function().graph
@@ -120,14 +120,14 @@ class Evaluation:
             if evaluation_set.run_steps is not None
         ]
 
-    def _copy_written_variables(self, graph: tf.Graph) -> ReplicaCopies:
+    def _copy_written_variables(self, graph: FunctionGraph) -> ReplicaCopies:
         """Creates copies of the variables that an evaluation writes and that training reads.
 
         Metrics are not copied and restored, so that hooks can read them after the evaluation.
         """
         return ReplicaCopies(self._components.strategy, self._list_written(graph))
 
-    def _list_written(self, graph: tf.Graph) -> list[tf.Variable]:
+    def _list_written(self, graph: FunctionGraph) -> list[tf.Variable]:
         """Returns the variables that an evaluation writes, except the variables of metrics."""
         passing = {id(variable) for variable in self.list_passing_variables()}
         written = self._recording.find_written(graph, self._components.strategy)

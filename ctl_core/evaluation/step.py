@@ -36,7 +36,7 @@ from ctl_core.model.logical_exchange import get_device_number
 from ctl_core.model.logical_replicas import EVALUATION, GeneratorStates
 from ctl_core.model.metrics import update_if, update_metrics
 from ctl_core.numerics.variables import unwrap
-from ctl_core.types import Batch, Count, GraphFunction, PerReplica, Structure
+from ctl_core.types import Batch, Count, Gradient, GraphFunction, PerReplica, Structure
 
 
 class EvaluationProgress(NamedTuple):
@@ -80,7 +80,7 @@ def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> G
             take_next,
             (tf.constant(0, tf.int64), start),
         )
-        return progress  # type: ignore[no-any-return]
+        return progress
 
     return run_steps
 
@@ -118,7 +118,7 @@ class EvaluationStep:
             digest = progress.digest + tf.cast(has_batch, tf.int64)
             return progress._replace(has_more=tf.constant(False), digest=digest)
 
-        return tf.cond(  # type: ignore[no-any-return]
+        return tf.cond(
             self._have_all(has_batch),
             lambda: self._add_global_batch(drawn.get_value(), progress),
             stop,
@@ -135,7 +135,8 @@ class EvaluationStep:
             return has_batch
         strategy = self._components.strategy
         count = strategy.run(count_replicas_with_batch, (has_batch,))
-        return strategy.experimental_local_results(count)[0] == self._components.shape.replicas
+        replicas: tf.Tensor = strategy.experimental_local_results(count)[0]
+        return replicas == self._components.shape.replicas
 
     def _add_global_batch(self, batch: Batch, progress: EvaluationProgress) -> EvaluationProgress:
         if self._components.shape.logical_replicas is not None:
@@ -219,7 +220,7 @@ class EvaluationStep:
                     variable.assign(value)
                 share = self._take_share(batch, index)
                 self._add_share(share)
-                results = [variable.read_value() for variable in sums]
+                results: list[Gradient] = [variable.read_value() for variable in sums]
                 for variable, value in zip(written, values_before, strict=True):
                     variable.assign(value)
             return LeafResult(results, [], [])
@@ -264,7 +265,8 @@ def count_replicas_with_batch(has_batch: tf.Tensor) -> tf.Tensor:
     Args:
         has_batch: whether this replica has a batch, a bool scalar
     """
-    return all_reduce(tf.cast(has_batch, tf.int64))
+    count: tf.Tensor = all_reduce(tf.cast(has_batch, tf.int64))
+    return count
 
 
 def add_batch(
@@ -294,10 +296,10 @@ def add_batch(
             loss=loss, output=output, batch=batch, **context.hook_values()
         )
     evaluation_set.is_weighted = uses_weights(batch, weights)
-    examples = weigh_batch(context, batch, output, None)
-    if examples is None:
-        examples = components.count_examples(batch)
-    examples = tf.cast(examples, tf.float64)
+    weight: Count | None = weigh_batch(context, batch, output, None)
+    if weight is None:
+        weight = components.count_examples(batch)
+    examples = tf.cast(weight, tf.float64)
     total = tf.cast(sum_loss(components, loss_per_batch, batch), tf.float64)
     total += tf.cast(extra_loss, tf.float64) * examples
     update_if(present, evaluation_set.total.update_state, total)

@@ -108,7 +108,7 @@ class Summaries(Listener):
             writer = tf.summary.create_file_writer(str(self._folder / split), flush_millis=1000)
             # TensorFlow would flush the writer whenever an ``as_default`` context ends, that is,
             # after each step with a hook.
-            writer.flush = _do_nothing
+            writer.flush = _do_nothing  # type: ignore[method-assign]
             self._writers[split] = writer
         return self._writers[split]
 

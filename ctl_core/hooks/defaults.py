@@ -25,13 +25,16 @@ from ctl_core.types import AnyTensor, Batch, Count, Gradient, Gradients, ModelIn
 def nan_to_zero(gradient: Gradient) -> Gradient:
     """Returns the gradient with each NaN entry replaced by 0; works on sparse gradients too."""
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            nan_to_zero(gradient.values), gradient.indices, gradient.dense_shape
-        )
-    is_nan = tf.math.is_nan(tf.math.real(gradient))
-    if gradient.dtype.is_complex:
-        is_nan |= tf.math.is_nan(tf.math.imag(gradient))
-    return tf.where(is_nan, tf.zeros_like(gradient), gradient)
+        values = _replace_nan(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return _replace_nan(gradient)
+
+
+def _replace_nan(tensor: tf.Tensor) -> tf.Tensor:
+    is_nan = tf.math.is_nan(tf.math.real(tensor))
+    if tensor.dtype.is_complex:
+        is_nan |= tf.math.is_nan(tf.math.imag(tensor))
+    return tf.where(is_nan, tf.zeros_like(tensor), tensor)
 
 
 @tf.autograph.experimental.do_not_convert

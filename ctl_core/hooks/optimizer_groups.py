@@ -1,7 +1,7 @@
 """Combines several optimizers for one objective, each of which updates some variables."""
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypeGuard
 
 import tensorflow as tf
@@ -28,7 +28,7 @@ class OptimizerGroups(tf.Module):
         # The groups are hidden in a function. TensorFlow would save the variables of a plain
         # attribute with the optimizers, although they are already saved with the model.
         groups = tuple(tuple(variables) for _, variables in pairs)
-        self._get_groups = lambda: groups
+        self._get_groups: Callable[[], tuple[tuple[Variable, ...], ...]] = lambda: groups
 
     def __getitem__(self, index: int) -> Optimizer:
         """Returns one optimizer by its index, so that hooks can read ``optimizer[0]``."""

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.compat import (
+    FunctionGraph,
     find_written_resources,
     flatten_layers,
     hide_new_layers,
@@ -245,7 +246,9 @@ class Recording:
             variables[name] = variable
         return variables
 
-    def find_written(self, graph: tf.Graph, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
+    def find_written(
+        self, graph: FunctionGraph, strategy: tf.distribute.Strategy
+    ) -> list[tf.Variable]:
         """Returns the variables that a graph writes on any replica."""
         written_handles = {id(handle) for handle in find_written_resources(graph)}
 
@@ -277,7 +280,7 @@ class Recording:
         return [variable for name, variable in self.variables.items() if is_tf_generator(name)]
 
 
-def find_tables(graph: tf.Graph) -> list[Trackable]:
+def find_tables(graph: FunctionGraph) -> list[Trackable]:
     """Returns the lookup tables that a graph captures, regardless of where they were created."""
     captured = {id(outer) for outer, _ in graph.captures}
     kind = tf.saved_model.experimental.TrackableResource

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, distribute
 from ctl_core.hooks.defaults import get_first_dimension
-from ctl_core.types import AnyTensor, Batch, BatchSpec, Count, PerReplica, Structure
+from ctl_core.types import AnyTensor, AnyTensorSpec, Batch, BatchSpec, Count, PerReplica, Structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +127,8 @@ def find_rows(device_shares: range, examples: Count, shares: int) -> tuple[Count
         examples: the number of examples, an int if it is fixed, otherwise an int32 tensor
         shares: the total number of shares on all devices
     """
+    first: Count
+    end: Count
     if isinstance(examples, int):
         first, end = (
             share * (examples // shares) + min(share, examples % shares)
@@ -157,7 +159,7 @@ def take_share(
     if shares == 1:
         return Share(batch)
     if isinstance(examples, int) and examples % shares == 0:
-        size = examples // shares
+        size: Count = examples // shares
         return Share(take_batch_rows(batch, index * size, size))
     first = find_start(index, examples, shares)
     rows = find_start(index + 1, examples, shares) - first
@@ -318,7 +320,9 @@ def has_varying_widths(spec: BatchSpec) -> bool:
     return any(shape.rank is None or None in shape[1:].as_list() for shape in shapes)
 
 
-def set_rows(spec: tf.TypeSpec, rows: int | None = None, name: str | None = None) -> tf.TypeSpec:
+def set_rows(
+    spec: AnyTensorSpec, rows: int | None = None, name: str | None = None
+) -> AnyTensorSpec:
     """Returns the specification of a tensor with another number of rows.
 
     The shape of a scalar is not changed, because a scalar has no rows.
@@ -328,9 +332,9 @@ def set_rows(spec: tf.TypeSpec, rows: int | None = None, name: str | None = None
         rows: the new number of rows; None allows any number
         name: the name of the new specification, used only for a dense tensor
     """
-    shape = spec.shape
-    if shape.rank:
-        shape = [rows, *shape[1:]]
+    shape: tf.TensorShape | list[int | None] = spec.shape
+    if spec.shape.rank:
+        shape = [rows, *spec.shape[1:]]
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     if isinstance(spec, tf.SparseTensorSpec):

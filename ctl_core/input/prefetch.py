@@ -74,7 +74,7 @@ def _end_reading() -> None:
         signal.signal(signal.SIGINT, handler)
 
 
-class StackedBatches(tf.Module):  # type: ignore[misc]
+class StackedBatches(tf.Module):
     """Reads units, each a stack of many batches, and returns the batches in order.
 
     An executable that takes many steps needs stacked batches, because drawing a single batch takes
@@ -137,7 +137,7 @@ def count_batches(dataset: tf.data.Dataset) -> int:
     Units of large batches would contain too few batches to make reading faster.
     """
     specs = tf.nest.flatten(dataset.element_spec)
-    size = sum(spec.dtype.size * math.prod(spec.shape.as_list()) for spec in specs)
+    size: int = sum(spec.dtype.size * math.prod(spec.shape.as_list()) for spec in specs)
     number = min(_MAX_BATCHES, UNIT_BYTES // max(size, 1))
     if number < _MIN_BATCHES:
         return 0

@@ -19,7 +19,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -96,7 +96,8 @@ class Sharing(abc.ABC):
         """Returns the number of examples in each global batch, or None if batches vary in size."""
         for tensor_spec in tf.nest.flatten(spec):
             if tensor_spec.shape.rank:
-                return cast("int | None", tensor_spec.shape[0])
+                rows: int | None = tensor_spec.shape[0]
+                return rows
         return None
 
     def make_share_spec(self, spec: BatchSpec) -> BatchSpec:
@@ -455,7 +456,9 @@ def check_counts(dataset: tf.data.Dataset, count_examples: Hook) -> tf.data.Data
 
 def check_count(count_examples: Hook, batch: Batch) -> contextlib.AbstractContextManager[object]:
     """Returns a context whose ops fail if ``count_examples`` does not count the rows of a batch."""
-    rows = tf.cast(leading_dimension(batch), tf.int64)
+    examples = leading_dimension(batch)
+    assert examples is not None  # the rows are examples, so there are tensors with rows
+    rows = tf.cast(examples, tf.int64)
     count = tf.cast(count_examples.trace(batch=batch), tf.int64)
     agree = tf.logical_and(tf.equal(count, rows), rows >= 0)
     return tf.control_dependencies([tf.debugging.Assert(agree, [_CONTRADICTED])])

@@ -101,9 +101,8 @@ class Input:
         )
         self.hook: Hook = data.hook
         self.is_stream = data.is_stream
-        self.is_endless = (
-            data.is_stream or data.dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-        )
+        cardinality = data.dataset.cardinality()
+        self.is_endless = data.is_stream or bool(cardinality == tf.data.INFINITE_CARDINALITY)
         self.steps_per_epoch = self._count_steps(data.dataset)
         self.steps_per_pass = self.steps_per_epoch
         if self.steps_per_epoch is None and not self.is_endless:
@@ -161,7 +160,7 @@ class Input:
     def _deal_to_logical_replicas(self, batch: Batch, examples: Count) -> Share:
         """Returns a share with the rows, or packed elements, of each device's logical replicas."""
         leaves = self.shape.shares
-        rows = leaves
+        rows: Count = leaves
         if self.shape.by_rows:
             rows = examples
         first_device = find_first_replica(self._strategy)

@@ -106,7 +106,9 @@ def list_unjudged(hooks: Hooks, backward_ops: Iterable[BackwardOp]) -> tuple[str
 
 
 def add_backward_pass(
-    graph: tf.Graph, objectives: Iterable[ReplicaObjective], strategy: tf.distribute.Strategy
+    graph: compat.FunctionGraph,
+    objectives: Iterable[ReplicaObjective],
+    strategy: tf.distribute.Strategy,
 ) -> list[BackwardOp]:
     """Computes the gradients of objectives in the graph of their forward pass, the default graph.
 

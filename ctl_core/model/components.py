@@ -211,7 +211,8 @@ class TraceContext(Generic[ComponentsT]):
 
     Attributes:
         components: the components of the forward pass, or of the step
-        step: the number of the step that is being traced, an int64 scalar; None outside of steps
+        step: the number of the step that is being traced, an int64 scalar; for host hooks, an int;
+            None outside of steps
         turn: the index in ``turns`` of the update that is being traced; None without turns
         quiet: whether the model runs without noise, as in an evaluation, so that results can be
             compared
@@ -219,7 +220,7 @@ class TraceContext(Generic[ComponentsT]):
     """
 
     components: ComponentsT
-    step: tf.Tensor | None = None
+    step: Count | None = None
     turn: int | None = None
     quiet: bool = False
     compilation: Compilation = Compilation.NOTHING

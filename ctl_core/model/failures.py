@@ -142,7 +142,7 @@ def describe_anomaly(
 def _find_op(operations: Iterable[tf.Operation], graph: str, name: str) -> tf.Operation | None:
     """Returns the op with the given name in the graph with the given name, or None."""
     for op in operations:
-        if op.name == name and op.graph.name == graph:
+        if op.name == name and getattr(op.graph, "name", None) == graph:
             return op
     return None
 

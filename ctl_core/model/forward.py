@@ -162,7 +162,7 @@ def sum_loss(components: ForwardComponents, loss: Structure, batch: Batch) -> tf
     if isinstance(loss, dict):
         raise create_loss.reject("the loss is a dict; return the sum of its values.")
     loss = tf.convert_to_tensor(loss)
-    examples = components.count_examples(batch)
+    examples: Count | None = components.count_examples(batch)
     if not isinstance(examples, int):
         examples = None
     has_valid_shape = loss.shape.rank == 0 or loss.shape.is_compatible_with([examples])
@@ -257,7 +257,7 @@ def compute_objectives(
     context: ForwardContext,
     batch: Batch,
     examples: Count,
-    rows: tf.Tensor | None = None,
+    rows: Count | None = None,
     present: tf.Tensor | None = None,
     weigh: WeighOutput | None = None,
 ) -> ForwardPass:
@@ -281,12 +281,12 @@ def compute_objectives(
     else:
         weight, total_weight = weigh(output)
     total_size = examples
-    if total_weight is not None:
-        share_size = weight
-        total_size = total_weight
-    elif weight is not None:
+    share_size: Count | float
+    if weight is not None:
         share_size = weight
         total_size = shape.batch
+        if total_weight is not None:
+            total_size = total_weight
     elif rows is not None:
         share_size = rows
     else:
@@ -411,7 +411,7 @@ def enter_share(context: ForwardContext, share: Share) -> Iterator[None]:
     """
 
     def find_offset() -> tf.Tensor:
-        rows = share.rows
+        rows: Count | None = share.rows
         if rows is None:
             rows = context.components.count_examples(share.batch)
         return find_offset_in_share(rows, share.together)
@@ -438,6 +438,7 @@ def _choose_weigh(context: StepContext, share: Share) -> WeighOutput | None:
 
     def weigh(output: ModelOutput) -> ShareWeight:
         weight = weigh_batch(context, share.batch, output, share.present)
+        assert weight is not None  # there is a ``batch_weight``
         return ShareWeight(weight, sum_over_replicas(weight, context.components.shape.replicas))
 
     return weigh
@@ -564,7 +565,7 @@ def _scale_changes(
     ratio = tf.math.divide_no_nan(ratio, tf.cast(together, tf.float32))
     for written, value in zip(components.written, before, strict=True):
         after = written.variable.read_value()
-        if written.is_moving_statistic:
+        if written.max_stretch is not None:  # a moving statistic
             stretch = tf.cast(tf.minimum(ratio, written.max_stretch), after.dtype)
             has_mean_share = ratio == 1.0  # R / N rows: rounding must not change the statistic
             scaled = value + stretch * (after - value)

@@ -15,7 +15,7 @@ would merge inlined additions into AddN, which adds in a different order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -24,7 +24,7 @@ from ctl_core.cluster.collectives import distribute, has_peers
 from ctl_core.cluster.exchange import encode_for_sum
 from ctl_core.input.batches import take_rows
 from ctl_core.model.logical_exchange import gather, gather_sparse
-from ctl_core.numerics.packing import BUCKET_BYTES, Packing
+from ctl_core.numerics.packing import BUCKET_BYTES, Packing, find_length
 from ctl_core.numerics.reduction import join, merge_rows
 from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
 from ctl_core.types import AnyTensor, Gradient, PerReplica
@@ -45,7 +45,8 @@ def _add(left: Bucket, right: Bucket) -> Bucket:
     two gradients. The sum has the same values as if both gradients were dense.
     """
     if isinstance(left, tf.IndexedSlices):
-        return merge_rows(join(left, right), compiled=False)
+        merged: Bucket = merge_rows(join(left, right), compiled=False)
+        return merged
     return left + right
 
 
@@ -126,9 +127,9 @@ class BucketLayout:
 
     def unpack(self, buckets: Buckets) -> list[Gradient]:
         """Returns the tensors that buckets contain, in the order of ``LeafResult.summed``."""
-        dense_buckets = len(self.packing.buckets)
-        dense = iter(self.packing.unpack(buckets[:dense_buckets]))
-        sparse = iter(buckets[dense_buckets:])
+        packed, gradients = _split(buckets)
+        dense: Iterator[Gradient] = iter(self.packing.unpack(packed))
+        sparse: Iterator[Gradient] = iter(gradients)
         return [next(sparse if is_sparse else dense) for is_sparse in self._are_sparse]
 
 
@@ -221,9 +222,10 @@ class LeafSum:
             roots: the roots of all devices, see ``DeviceResult``
         """
         if has_peers(strategy):
-            return run(self._finish_on_each_device, roots)  # type: ignore[no-any-return]
+            summed: list[PerReplica] = run(self._finish_on_each_device, roots)
+            return summed
         devices = strategy.extended.worker_devices
-        totals: list[tf.Tensor] = []
+        totals: Buckets = []
         for bucket in range(len(roots[0])):
             earlier = []
             if bucket >= len(devices):  # wait for the previous bucket of this device
@@ -233,10 +235,11 @@ class LeafSum:
             with tf.device(devices[bucket % len(devices)]):
                 totals.append(add_up(Subtree(0, self._leaves), known.get, hidden_add))
         packed = [distribute(strategy, [total] * len(devices)) for total in totals]
-        return run(self._unpack_on_device, packed)  # type: ignore[no-any-return]
+        unpacked: list[PerReplica] = run(self._unpack_on_device, packed)
+        return unpacked
 
     def _release_roots(
-        self, strategy: tf.distribute.Strategy, roots: list[PerReplica], after: list[tf.Tensor]
+        self, strategy: tf.distribute.Strategy, roots: list[PerReplica], after: Buckets
     ) -> dict[Subtree, tf.Tensor]:
         """Returns the sums of a bucket by subtree.
 
@@ -276,13 +279,11 @@ class LeafSum:
         for bucket, bucket_roots in zip(dense_buckets, dense_roots, strict=True):
             with tf.control_dependencies(totals[-1:]):  # wait for the previous bucket
                 joined = tf.concat(bucket_roots, 0)
-            gathered = self._gather_dense(joined, bucket.size)
-            totals.append(self._add_up_roots(gathered))
+            totals.append(self._add_up_roots(self._gather_dense(joined, bucket.size)))
         rows = self.layout.sparse_rows
         for (leaf_rows, table_rows), bucket_roots in zip(rows, sparse_roots, strict=True):
             most_rows = min(table_rows, leaf_rows * self._most_leaves)
-            gathered = gather_sparse(bucket_roots, most_rows)
-            totals.append(self._add_up_roots(gathered))
+            totals.append(self._add_up_roots(gather_sparse(bucket_roots, most_rows)))
         return self._unpack_on_device(totals)
 
     def _gather_dense(self, joined: tf.Tensor, size: int) -> tf.Tensor:
@@ -296,7 +297,7 @@ class LeafSum:
             A tensor of the shape [devices, roots, size]. If a device has fewer roots than other
             devices, its last roots are 0, because devices exchange tensors of the same shape.
         """
-        missing = self._most_roots * size - joined.shape[0]
+        missing = self._most_roots * size - find_length(joined)
         padded = tf.pad(joined, [[0, missing]])
         return tf.reshape(gather(padded), [-1, self._most_roots, size])
 
@@ -354,7 +355,7 @@ class DeviceWalk:
         self.compared: list[list[tf.Tensor]] = []
         self.pieces: list[list[AnyTensor]] = []
         self._function = function
-        self._last: list[tf.Tensor] = []
+        self._last: Buckets = []
 
     def compute_if_leaf(self, subtree: Subtree) -> Buckets | None:
         """Computes a logical replica and returns its buckets; returns None for a larger subtree."""
@@ -377,7 +378,7 @@ class DeviceWalk:
 
 def make_vector(piece: AnyTensor) -> AnyTensor:
     """Returns a scalar as a vector with one element, and any other tensor unchanged."""
-    if piece.shape.rank == 0:
+    if isinstance(piece, tf.Tensor) and piece.shape.rank == 0:
         return tf.reshape(piece, [1])
     return piece
 

@@ -123,7 +123,7 @@ def _compute_in_float32(state: State) -> Iterator[None]:
         for layer in state.recording.layers:
             if layer.compute_dtype == "float16":
                 policies.append((layer, layer.dtype_policy))
-                layer.dtype_policy = "float32"
+                layer.dtype_policy = keras.DTypePolicy("float32")
         yield
     finally:
         for layer, policy in policies:

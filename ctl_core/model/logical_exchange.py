@@ -64,7 +64,7 @@ def gather_rows(tensors: Sequence[tf.Tensor], most: int) -> list[list[tf.Tensor]
         most: the maximum number of rows that a tensor can have in any step
     """
     rows = gather(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))  # shape [devices, tensors]
-    no_padding = [[0, 0]] * (tensors[0].shape.rank - 1)
+    no_padding = [[0, 0]] * (len(tensors[0].shape) - 1)
     padded = [
         tf.ensure_shape(
             tf.pad(tensor, [[0, most - tf.shape(tensor)[0]], *no_padding]),

@@ -30,6 +30,7 @@ from ctl_core.model.components import Components, Division, StepContext, choose_
 from ctl_core.model.forward import ForwardBackward, fix_sparse_shape, keep_if, weigh_share
 from ctl_core.model.leaf_sum import DeviceResult, LeafResult, LeafSum, Run, are_all_equal, read_bits
 from ctl_core.model.logical_exchange import gather, gather_pieces, get_device_number
+from ctl_core.numerics.packing import find_length
 from ctl_core.numerics.randomness import derive_generator_states
 from ctl_core.numerics.reduction import Contribution, merge_rows
 from ctl_core.numerics.variables import name_variable, unwrap
@@ -74,7 +75,7 @@ class GeneratorStates:
         if not self._variables:
             return
         # A negative index counts from the end, as in a Python list.
-        states = tf.gather(self._states, index % self._states.shape[0])
+        states = tf.gather(self._states, index % find_length(self._states))
         for number, variable in enumerate(self._variables):
             state = states[number, : len(self._initial_states[number])]
             variable.assign(tf.cast(state, variable.dtype))
@@ -247,9 +248,11 @@ class LogicalReplicas:
     @contextlib.contextmanager
     def _enter_leaf(self, index: tf.Tensor) -> Iterator[None]:
         """Enters the contexts in which the hooks of a logical replica are traced."""
+        step = self._context.step
+        assert isinstance(step, tf.Tensor)
         with (
             enter_logical_replica(index, self._components.shape.shares),
-            compat.mute_other_summaries(self._context.step, index),
+            compat.mute_other_summaries(step, index),
             tf.name_scope(""),  # otherwise names of summaries would begin with it
         ):
             yield
@@ -340,7 +343,7 @@ class LogicalReplicas:
             The differences to add to the variables of ``_list_added``, and the values of the other
             variables, which have to be equal on all logical replicas.
         """
-        rows = share.rows
+        rows: Count | None = share.rows
         if rows is None:
             rows = examples // self._components.shape.shares
         share_of_rows = tf.cast(rows, tf.float32) / tf.cast(examples, tf.float32)
@@ -419,7 +422,7 @@ def compare_between_processes(
     """
     vectors = [tf.reshape(tf.cast(read_bits(value), tf.int64), [-1]) for value in compared]
     gathered = gather(tf.concat([tf.cast(tf.stack(are_equal), tf.int64), *vectors], 0))
-    sizes = [len(are_equal), *(vector.shape[0] for vector in vectors)]
+    sizes = [len(are_equal), *map(find_length, vectors)]
     flags, *bits = tf.split(gathered, sizes, axis=1)
     return [
         tf.reduce_all(bits_of_value == bits_of_value[:1]) & tf.reduce_all(flags[:, number] == 1)

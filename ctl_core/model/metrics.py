@@ -187,8 +187,9 @@ def name_scalars(name: str, value: Structure) -> list[str]:
             for scalar in name_scalars(f"{name}/{key}", entry)
         ]
     shape = tf.TensorShape(tf.convert_to_tensor(value).shape)
-    if shape.num_elements() == 1:
+    size = shape.num_elements()
+    if size == 1:
         return [name]
-    if shape.rank == 1 and shape.num_elements() is not None:
-        return [f"{name}/{index}" for index in range(shape.num_elements())]
+    if shape.rank == 1 and size is not None:
+        return [f"{name}/{index}" for index in range(size)]
     return []

@@ -181,8 +181,9 @@ def _try_batches(state: State) -> Ratios:
                 for objective in drawn[0].losses:
                     ratio = _divide([comparisons.losses[objective] for comparisons in drawn])
                     ratios.losses[objective].append(ratio)
-                if drawn[0].weight is not None:
-                    ratios.weights.append(_divide([comparisons.weight for comparisons in drawn]))
+                weights = [pair.weight for pair in drawn if pair.weight is not None]
+                if weights:
+                    ratios.weights.append(_divide(weights))
     return ratios
 
 
@@ -192,7 +193,7 @@ def _divide(comparisons: list[Comparison]) -> float:
     The squares are summed over all draws before the division. Returns NaN if the result for the
     parts is 0.
     """
-    together, apart = np.sum(comparisons, axis=0)
+    together, apart = np.sum(np.array(comparisons), axis=0)
     if apart == 0:
         return np.nan
     return float(np.sqrt(together / apart))
@@ -275,7 +276,9 @@ def _weigh(context: StepContext, batch: Batch) -> tf.Tensor:
     output = None
     if hook is not None and "output" in hook.arguments:
         output = run_model(context, batch, training=True)
-    return tf.cast(weigh_batch(context, batch, output, None), tf.float64)
+    weight = weigh_batch(context, batch, output, None)
+    assert weight is not None  # called only if there is a ``batch_weight``
+    return tf.cast(weight, tf.float64)
 
 
 def has_random_ops(operations: Iterable[tf.Operation]) -> bool:

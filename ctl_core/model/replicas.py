@@ -24,10 +24,13 @@ class Replicas:
     def run(self, function: Callable[..., Any], *values: PerReplica) -> PerReplica:
         """Calls a function on each replica, with that replica's component of the values."""
 
+        step = self._context.step
+        assert isinstance(step, tf.Tensor)
+
         def run_on_replica(*values: Structure) -> Structure:
             with (
                 compat.run_replica(self._seed_generator),
-                compat.mute_other_summaries(self._context.step),
+                compat.mute_other_summaries(step),
             ):
                 return function(*values)
 
@@ -38,4 +41,4 @@ class Replicas:
 
     def get_local_results(self, value: PerReplica) -> tuple[tf.Tensor, ...]:
         """Returns the components of a value, one for each replica of this process."""
-        return self._strategy.experimental_local_results(value)  # type: ignore[no-any-return]
+        return self._strategy.experimental_local_results(value)

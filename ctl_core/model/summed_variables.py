@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from ctl_core.compat import find_called_graphs
+from ctl_core.compat import FunctionGraph, find_called_graphs
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.loss_calls import is_exchange, locate_calls
 from ctl_core.model.state import State
@@ -78,7 +78,7 @@ class WrongUse(Exception):
         self.trace = trace
 
 
-def refuse_uses_of_parts(state: State, graph: tf.Graph) -> None:
+def refuse_uses_of_parts(state: State, graph: FunctionGraph) -> None:
     """Rejects a step or an evaluation in which a device uses its part of a sum for anything else.
 
     Metrics of hooks are ignored, because only their sums are read. Does nothing if there is no
@@ -163,7 +163,7 @@ class Search:
     parts: frozenset[int]
     of_metrics: frozenset[int]
 
-    def search(self, graph: tf.Graph) -> None:
+    def search(self, graph: FunctionGraph) -> None:
         """Searches a graph that the engine calls.
 
         Raises:
@@ -177,7 +177,7 @@ class Search:
 
     def follow(
         self,
-        graph: tf.Graph,
+        graph: FunctionGraph,
         handles: Sequence[int | None],
         inputs: Sequence[Trace | None],
         condition: Trace | None,
@@ -276,7 +276,7 @@ class GraphWalk:
     def _call(
         self,
         op: tf.Operation,
-        graphs: list[tf.Graph],
+        graphs: list[FunctionGraph],
         handles: Sequence[int | None],
         traces: Traces,
     ) -> None:
@@ -298,7 +298,7 @@ class GraphWalk:
             self.set(tensor, None, trace)
 
     def _loop(
-        self, graphs: list[tf.Graph], handles: Sequence[int | None], traces: Traces
+        self, graphs: list[FunctionGraph], handles: Sequence[int | None], traces: Traces
     ) -> Traces:
         """Follows parts through the rounds of a loop until nothing changes."""
         body, goes_on = graphs

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from ctl_core.compat import find_called_graphs
+from ctl_core.compat import FunctionGraph, find_called_graphs
 
 # The types of ops whose outputs depend only on the shape of their input.
 _SHAPE_ONLY = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
@@ -84,14 +84,16 @@ def _find_reached_outputs(op: tf.Operation, inputs: Sequence[bool]) -> Sequence[
     return everything
 
 
-def _follow_function(graph: tf.Graph, inputs: Sequence[bool]) -> list[bool]:
+def _follow_function(graph: FunctionGraph, inputs: Sequence[bool]) -> list[bool]:
     """Returns for each output of a function whether it depends on the marked arguments."""
     pairs = zip(graph.inputs, inputs, strict=True)
     reached = _follow(graph, [tensor.name for tensor, is_marked in pairs if is_marked])
     return [tensor.name in reached for tensor in graph.outputs]
 
 
-def _follow_loop(body: tf.Graph, condition: tf.Graph, inputs: Sequence[bool]) -> Sequence[bool]:
+def _follow_loop(
+    body: FunctionGraph, condition: FunctionGraph, inputs: Sequence[bool]
+) -> Sequence[bool]:
     """Returns for each loop variable whether it depends on the marked variables after the loop.
 
     Args:

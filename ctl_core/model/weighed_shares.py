@@ -18,7 +18,7 @@ from ctl_core.model.components import StepContext
 from ctl_core.model.forward import weigh_share
 from ctl_core.model.replicas import Replicas
 from ctl_core.numerics.reduction import sum_over_replicas
-from ctl_core.types import Count, PerReplica
+from ctl_core.types import Batch, Count, PerReplica
 
 # A function that returns the share of each replica, given the index of a micro-batch.
 Deal = Callable[[Count], Share]
@@ -67,9 +67,10 @@ class WeighedShares:
     def _add_up(self, own_weights: list[tf.Tensor]) -> tf.Tensor:
         """Returns the sum of the weights of all shares. Runs on each replica."""
         total = functools.reduce(operator.add, own_weights)
-        return sum_over_replicas(total, self._shape.replicas)
+        sum_of_all: tf.Tensor = sum_over_replicas(total, self._shape.replicas)
+        return sum_of_all
 
-    def _unpack(self, micro_batch: Count, packed: tf.Tensor) -> Share:
+    def _unpack(self, micro_batch: Count, packed: tf.Tensor) -> Batch:
         """Returns the element of a micro-batch. Runs on each replica."""
         return unpack_element(packed[micro_batch], self._shape.element_spec)
 

@@ -53,7 +53,8 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
 
     def numpy(self) -> np.float32:
         """Returns the value as a NumPy scalar."""
-        return self().numpy()
+        value: np.float32 = self().numpy()
+        return value
 
     def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self(), dtype=dtype, name=name)
@@ -83,7 +84,8 @@ def _define_operator(name: str, follows: bool) -> Callable[..., Rate | tf.Tensor
     def operate(self: Rate, *operands: Operand) -> Rate | tf.Tensor:
         def compute() -> tf.Tensor:
             values = [operand() if isinstance(operand, Rate) else operand for operand in operands]
-            return getattr(tf.Tensor, name)(self(), *values)
+            result: tf.Tensor = getattr(tf.Tensor, name)(self(), *values)
+            return result
 
         if follows and all(isinstance(operand, Rate | numbers.Real) for operand in operands):
             return Rate(compute)

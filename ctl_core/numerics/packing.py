@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -34,6 +34,13 @@ class Bucket(NamedTuple):
         return sum(self.sizes)
 
 
+def find_length(tensor: tf.Tensor) -> int:
+    """Returns the length of a tensor's first axis, which has to be static."""
+    length = tensor.shape[0]
+    assert length is not None
+    return length
+
+
 class Packing:
     """Packs a list of tensors into buckets, and unpacks them.
 
@@ -48,7 +55,7 @@ class Packing:
             specs: the specifications of the tensors, whose shapes are static
             bucket_bytes: the maximum size in bytes of a bucket with several tensors
         """
-        self._shapes = [tuple(spec.shape.as_list()) for spec in specs]
+        self._shapes: list[tuple[Any, ...]] = [tuple(spec.shape.as_list()) for spec in specs]
         assigned: list[tuple[tf.DType, list[int]]] = []
         open_buckets: dict[tf.DType, list[int]] = {}
         used_bytes: dict[tf.DType, int] = {}

@@ -7,7 +7,7 @@ By default, every replica would therefore draw the same numbers (Keras pull requ
 import random
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -124,7 +124,15 @@ def _draws(node: Any) -> bool:
     return "dropout" not in node.attr or node.attr["dropout"].f != 0.0
 
 
-def draws_random_numbers(op: tf.Operation) -> bool:
+class TypedOp(Protocol):
+    """An op of a graph, or an object that describes one."""
+
+    @property
+    def type(self) -> str:
+        """The type of the op."""
+
+
+def draws_random_numbers(op: TypedOp) -> bool:
     """Returns whether an op draws random numbers, from a state or from a seed passed as input."""
     kinds = ("Random", "Truncated", "Multinomial", "RngReadAndSkip", "Stateful")
     return any(kind in op.type for kind in kinds) and not op.type.endswith("PartitionedCall")

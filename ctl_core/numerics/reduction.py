@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
 from ctl_core.cluster.exchange import decode_sum, encode_for_sum
 from ctl_core.numerics.constants import restore_constants
 from ctl_core.types import (
-    AnyTensor,
     Batch,
     Count,
     Gradient,
@@ -24,6 +23,8 @@ from ctl_core.types import (
 # The fields of a contribution that are not added up: each replica and each micro-batch has its own
 # value.
 PIECES = ("output", "batch")
+
+GradientT = TypeVar("GradientT", bound=Gradient)
 
 
 class Contribution(NamedTuple):
@@ -71,15 +72,15 @@ def sum_over_replicas(values: Structure, replicas: int) -> Structure:
 
 
 def reduce_by_dtype(
-    reduce_op: tf.distribute.ReduceOp, values: Sequence[Gradient]
-) -> list[Gradient]:
+    reduce_op: tf.distribute.ReduceOp, values: Sequence[GradientT]
+) -> list[GradientT]:
     """Reduces tensors over the replicas, with an all-reduce for each dtype.
 
     Must be called in a replica context. In a cluster, TensorFlow joins the tensors of an
     all-reduce, which is not possible if they differ in dtype.
     """
     context = tf.distribute.get_replica_context()
-    reduced: dict[int, Gradient] = {}
+    reduced: dict[int, GradientT] = {}
     for dtype in dict.fromkeys(value.dtype for value in values):
         group = {index: value for index, value in enumerate(values) if value.dtype == dtype}
         reduced |= context.all_reduce(reduce_op, group)
@@ -91,6 +92,7 @@ def _split(value: Gradient) -> Gradient:
     if not value.dtype.is_complex:
         return value
     if isinstance(value, tf.IndexedSlices):
+        assert value.dense_shape is not None
         shape = tf.concat([value.dense_shape, [2]], 0)
         return tf.IndexedSlices(encode_for_sum(value.values), value.indices, shape)
     return encode_for_sum(value)
@@ -101,6 +103,7 @@ def _merge(value: Gradient, summed: Gradient) -> Gradient:
     if not value.dtype.is_complex:
         return summed
     if isinstance(summed, tf.IndexedSlices):
+        assert isinstance(value, tf.IndexedSlices)  # like the sum
         values = decode_sum(summed.values, value.dtype)
         return tf.IndexedSlices(values, summed.indices, value.dense_shape)
     return decode_sum(summed, value.dtype)
@@ -249,7 +252,7 @@ class MicroBatchAccumulator:
 
     def begin(self, contribution: Contribution) -> list[tf.Tensor | tf.TensorArray]:
         """Returns the totals after the first micro-batch."""
-        totals = []
+        totals: list[tf.Tensor | tf.TensorArray] = []
         for tensor, is_listed in self._label_tensors(contribution):
             if is_listed:
                 array = tf.TensorArray(tensor.dtype, self._micro_batches, infer_shape=False)
@@ -268,7 +271,7 @@ class MicroBatchAccumulator:
             contribution: the contribution of the micro-batch
             index: the index of the micro-batch, a scalar int32 tensor
         """
-        updated = []
+        updated: list[tf.Tensor | tf.TensorArray] = []
         for total, tensor in zip(totals, _flatten(contribution), strict=True):
             if isinstance(total, tf.TensorArray):
                 updated.append(total.write(index, tensor))
@@ -284,7 +287,7 @@ class MicroBatchAccumulator:
             first: the contribution of the first micro-batch, which has the structure of the result
         """
         by_index = [self._read(totals, first, index) for index in range(self._micro_batches)]
-        summed = tf.nest.map_structure(_join_sparse, *by_index)
+        summed: Contribution = tf.nest.map_structure(_join_sparse, *by_index)
         return summed._replace(
             output=[contribution.output[0] for contribution in by_index if contribution.output],
             batch=[contribution.batch[0] for contribution in by_index if contribution.batch],
@@ -306,9 +309,8 @@ class MicroBatchAccumulator:
                 tensors.append(tensor)
             else:
                 tensors.append(tf.ensure_shape(total.read(index), tensor.shape))
-        return tf.nest.pack_sequence_as(  # type: ignore[no-any-return]
-            first, tensors, expand_composites=True
-        )
+        packed: Contribution = tf.nest.pack_sequence_as(first, tensors, expand_composites=True)
+        return packed
 
     def _label_tensors(self, contribution: Contribution) -> Iterator[tuple[tf.Tensor, bool]]:
         """Yields each tensor of a contribution, and whether it is listed for each micro-batch.
@@ -324,13 +326,14 @@ class MicroBatchAccumulator:
 
 def _flatten(structure: Structure) -> list[tf.Tensor]:
     """Returns all tensors of a structure, including the components of ragged and sparse ones."""
-    return tf.nest.flatten(structure, expand_composites=True)  # type: ignore[no-any-return]
+    return tf.nest.flatten(structure, expand_composites=True)
 
 
 def _join_sparse(*values: Gradient) -> Gradient:
     """Concatenates the sparse gradients of micro-batches; any other value is already a sum."""
     if isinstance(values[0], tf.IndexedSlices):
-        return join(*values)
+        joined: Gradient = join(*values)
+        return joined
     return values[0]
 
 
@@ -349,15 +352,18 @@ def join_pieces_for_host(pieces: list[Structure]) -> Structure:
     return _join_tensors(join_for_host, pieces)
 
 
-def _join_tensors(join_values: Callable[..., AnyTensor], pieces: list[Structure]) -> Structure:
+def _join_tensors(join_values: Callable[..., Any], pieces: list[Structure]) -> Structure:
     """Joins the tensors of pieces; constants are those of the first piece."""
     by_tensor = zip(*map(tf.nest.flatten, pieces), strict=True)
     joined = [join_values(*tensors) for tensors in by_tensor]
     return restore_constants(tf.nest.pack_sequence_as(pieces[0], joined))
 
 
-def join(*values: AnyTensor | Gradient) -> AnyTensor | Gradient:
-    """Concatenates tensors, dense or sparse, along the first axis; scalars become a vector."""
+def join(*values: Any) -> Any:
+    """Concatenates tensors, dense or sparse, along the first axis; scalars become a vector.
+
+    All values, and the result, are of the same kind: dense, ragged or sparse tensors, or gradients.
+    """
     first = values[0]
     if isinstance(first, tf.IndexedSlices):
         return tf.IndexedSlices(
@@ -372,8 +378,8 @@ def join(*values: AnyTensor | Gradient) -> AnyTensor | Gradient:
     return tf.concat(values, 0)
 
 
-def join_for_host(*values: AnyTensor) -> AnyTensor:
-    """Concatenates eager tensors along the first axis.
+def join_for_host(*values: Any) -> Any:
+    """Concatenates eager tensors, all of the same kind, along the first axis.
 
     Dense tensors become ragged if their sizes differ in any other axis.
     """

@@ -142,6 +142,7 @@ def main(who: str, devices: int, save: str, micro_batches: int = 1) -> None:
     )
     tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(program.SEED)
+    strategy: tf.distribute.Strategy
     if "TF_CONFIG" in os.environ:
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     elif devices > 1:

@@ -12,6 +12,7 @@ from keras import metrics as metrics
 from keras import ops as ops
 from keras import optimizers as optimizers
 from keras import random as random
+from keras import saving as saving
 from keras import tree as tree
 from keras import utils as utils
 from keras.metrics import Metric as Metric
@@ -88,6 +89,10 @@ class Layer:
     def metrics(self) -> list[Metric]: ...
     @property
     def non_trainable_variables(self) -> list[Variable]: ...
+    @property
+    def non_trainable_weights(self) -> list[Variable]: ...
+    @property
+    def trainable_weights(self) -> list[Variable]: ...
     @property
     def output(self) -> Any: ...
     @property

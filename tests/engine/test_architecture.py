@@ -1,11 +1,20 @@
 """Tests the engine's structure: which package may import which, and how strictly each is typed."""
 
 import ast
+import functools
+import importlib
+import inspect
 import re
+import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
 
 import ctl_core
+from tests.helpers import stubs
 
 ENGINE = Path(ctl_core.__file__).parent
 # The engine's packages and modules, from the lowest layer to the highest. Each one imports only
@@ -134,25 +143,170 @@ def test_the_supervisor_and_the_command_line_need_no_tensorflow() -> None:
     assert not {name for name in heavy if name.startswith("run.")}
 
 
-def test_what_imports_no_tensorflow_is_typed_strictly() -> None:
-    """Each module that imports neither TensorFlow nor Keras is checked strictly by mypy.
+def test_the_engine_is_typed_strictly() -> None:
+    """mypy checks each module of the engine strictly; only the default hooks need no types.
 
-    The list of these modules is in pyproject.toml.
+    Of TensorFlow and Keras, only private modules are ``Any``.
     """
-    free = set()
-    for path in ENGINE.rglob("*.py"):
-        names = {"ctl_core"}
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names.add((node.module or "").split(".")[0])
-        if not names & {"tensorflow", "keras"}:
-            name = path.relative_to(ENGINE.parent).with_suffix("").parts
-            free.add(".".join(name).removesuffix(".__init__"))
     settings = tomllib.loads((ENGINE.parent / "pyproject.toml").read_text())["tool"]["mypy"]
-    (strict,) = (each for each in settings["overrides"] if each.get("warn_return_any"))
-    assert set(strict["module"]) == free
+    overrides = settings["overrides"]
+    (strict,) = (override for override in overrides if override.get("warn_return_any"))
+    assert strict["module"] == ["ctl_core.*"]
+    for override in overrides[overrides.index(strict) + 1 :]:
+        for module in override["module"]:
+            if module.startswith("ctl_core"):
+                assert override["module"] == ["ctl_core.hooks.defaults"]
+                assert override.keys() - {"module"} == {"disallow_untyped_defs"}
+            if module.startswith(("tensorflow", "keras")):
+                assert re.match(r"tensorflow\.(core|python)\.|keras\.src\.", module)
+
+
+def test_stubs_have_each_name_of_tensorflow_and_keras_that_the_engine_uses() -> None:
+    """mypy does not report names that are missing: tests and scripts may use any name."""
+    missing, checked = [], 0
+    for name, path in modules().items():
+        tree = ast.parse(path.read_text())
+        if not name.startswith("compat."):  # which imports private modules
+            imports = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+            assert not [module for module in imports if re.match("tensorflow|keras", module or "")]
+        inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(tree):
+            words = list_words(node)
+            if words[0] in ("tf", "keras") and id(node) not in inner:
+                checked += 1
+                if not is_in_stubs(words):
+                    missing.append(f"{name}: {'.'.join(words)}")
+    assert missing == [] and checked > 1000
+
+
+def list_words(node: ast.AST) -> list[str]:
+    """Returns the parts of a dotted name; the first one is "" if it belongs to another value."""
+    words = []
+    while isinstance(node, ast.Attribute):
+        words.append(node.attr)
+        node = node.value
+    words.append(node.id if isinstance(node, ast.Name) else "")
+    return words[::-1]
+
+
+def is_in_stubs(words: list[str]) -> bool:
+    """Returns whether a name such as ``tf.data.Dataset.map`` is in the stubs.
+
+    mypy checks the names of the methods and attributes of a class. The name of a module alone is
+    not in the stubs, because the names that follow would be unknown.
+    """
+    if words[1:] == ["__file__"]:  # mypy knows the names that every module has
+        return True
+    definition = stubs.Definition({"tf": "tensorflow"}.get(words[0], words[0]), None)
+    for word in words[1:]:
+        if definition.node is not None:
+            return True
+        found = stubs.read_definitions(definition.module).get(word)
+        if found is None:
+            return False
+        definition = found
+    return definition.node is not None
+
+
+def make_tensors() -> list[object]:
+    with tf.Graph().as_default():
+        symbolic = tf.constant(0)
+    return [symbolic, tf.constant(0)]
+
+
+# Objects of the classes that TensorFlow uses instead of a class in the stubs.
+EXAMPLES: dict[str, Callable[[], list[object]]] = {
+    "tensorflow.Tensor": make_tensors,
+    "tensorflow.Variable": lambda: [tf.Variable(0)],
+    "tensorflow.compat.v1.ConfigProto": lambda: [tf.compat.v1.ConfigProto()],
+    "tensorflow.compat.v1.Event": lambda: [tf.compat.v1.Event()],
+    "tensorflow.distribute.StrategyExtended": lambda: [
+        tf.distribute.MirroredStrategy(["CPU:0"]).extended
+    ],
+    "tensorflow.types.experimental.ConcreteFunction": lambda: [
+        tf.function(lambda: tf.constant(0), autograph=False).get_concrete_function()
+    ],
+    "tensorflow.types.experimental.PolymorphicFunction": lambda: [tf.function(lambda: 0)],
+}
+
+
+def test_names_of_the_stubs_exist() -> None:
+    """TensorFlow and Keras have each name in the stubs; functions have the same arguments."""
+    wrong, checked = [], 0
+    for module in stubs.list_modules():
+        place = functools.reduce(
+            getattr, module.split(".")[1:], importlib.import_module(module.split(".")[0])
+        )
+        for name, definition in stubs.read_definitions(module).items():
+            if stubs.is_private(name):
+                continue
+            checked += 1
+            found = getattr(place, name, None)
+            if found is None and name != "newaxis":
+                wrong.append(f"{module}.{name}")
+            elif isinstance(definition.node, ast.FunctionDef):
+                wrong += compare_arguments(f"{module}.{name}", definition.node, found)
+            elif isinstance(definition.node, ast.ClassDef):
+                kinds = [found, *EXAMPLES.get(f"{module}.{name}", list)()]
+                for member, node in stubs.read_members(definition).items():
+                    wrong += compare_member(f"{module}.{name}.{member}", node, kinds)
+    assert wrong == [] and checked > 200
+
+
+def compare_member(name: str, stub: ast.FunctionDef | ast.AnnAssign, kinds: list[Any]) -> list[str]:
+    """Returns what is wrong with a method or an attribute of a class in a stub.
+
+    Args:
+        name: the name of the member, with those of its class and its module
+        stub: the definition in the stub
+        kinds: the class, and objects of classes that TensorFlow uses instead of the class
+    """
+    own = name.rpartition(".")[2]
+    for kind in kinds:
+        if hasattr(kind, own):
+            if isinstance(stub, ast.FunctionDef) and kind is kinds[0]:
+                return compare_method(name, stub, kinds[0])
+            return []
+    if assigns_attribute(kinds[0], own):
+        return []
+    return [name]
+
+
+def compare_method(name: str, stub: ast.FunctionDef, kind: type) -> list[str]:
+    """Returns what is wrong with a method or a property of a class in a stub."""
+    is_property = "property" in map(ast.unparse, stub.decorator_list)
+    if is_property != (not inspect.isroutine(inspect.getattr_static(kind, stub.name))):
+        return [f"{name} is a property in the stub or in the class, and not in both"]
+    return [] if is_property else compare_arguments(name, stub, getattr(kind, stub.name))
+
+
+def assigns_attribute(kind: type, name: str) -> bool:
+    """Returns whether the module of a class or of a base class assigns ``self.NAME``."""
+    names = {base.__module__ for base in kind.__mro__}
+    files = [getattr(sys.modules[module], "__file__", None) or "" for module in names]
+    return any(f"self.{name} = " in Path(f).read_text() for f in files if f.endswith(".py"))
+
+
+def compare_arguments(name: str, stub: ast.FunctionDef, function: object) -> list[str]:
+    """Returns what is wrong with the arguments of a function in a stub.
+
+    The stub may leave out the last ones. If it leaves out others, the rest are keywords.
+    """
+    if not callable(function) or re.match(r"__(?!init__|call__)", stub.name):
+        return []
+    try:
+        actual = inspect.signature(function).parameters.values()
+    except ValueError:  # a function that is written in C
+        return []
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in actual):
+        return []
+    places = [parameter.name for parameter in actual]
+    unnamed = len(stub.args.posonlyargs)
+    expected = [argument.arg for argument in stub.args.args]
+    keywords = {argument.arg for argument in stub.args.kwonlyargs}
+    if places[unnamed : unnamed + len(expected)] == expected and keywords <= {*places}:
+        return []
+    return [f"{name}({', '.join(expected)}), not ({', '.join(places)})"]
 
 
 def test_public_names_are_those_that_type_checkers_see() -> None:

@@ -571,7 +571,7 @@ def test_initial_values_of_any_dtype_are_sent(
 
 
 def test_objects_of_a_checkpoint_are_listed(tmp_path: Path) -> None:
-    inner = tf.Module()
+    inner: Any = tf.Module()
     inner.weight = tf.Variable(1.0)
     checkpoint = tf.train.Checkpoint(outer=tf.train.Checkpoint(inner=inner), same=inner)
     objects = compat.read_object_graph(checkpoint.write(str(tmp_path / "saved")))
@@ -602,7 +602,7 @@ def test_texts_are_published_and_read_by_the_coordination_service(
             raise tf.errors.DeadlineExceededError(None, None, "GetKeyValue() timed out")
         return published[key]
 
-    context = compat.distribution.context.Context
+    context = vars(compat.distribution)["context"].Context
     for name, substitute in (
         ("set_config_key_value", create_autospec(context.set_config_key_value)),
         ("get_config_key_value", create_autospec(context.get_config_key_value)),

@@ -87,7 +87,7 @@ class WritesFile(tf.saved_model.experimental.TrackableResource):  # type: ignore
 
 def test_saved_model_gives_its_weights_and_runs_nothing(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="out")], name="m")
-    saved = tf.Module()
+    saved: Any = tf.Module()
     saved.model = model
     saved.resource = WritesFile(tmp_path / "written")
     tf.saved_model.save(saved, str(tmp_path / "saved"))

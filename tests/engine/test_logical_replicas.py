@@ -122,15 +122,17 @@ def test_sparse_gradients_have_the_sum_of_the_dense_ones_bit_for_bit(
     leaves: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    gradients = {}
+    gradients: dict[Subtree, Any] = {}
     for leaf in range(leaves):
         rows = random.integers(1, 12)
-        values = random.normal(size=(rows, 3)).astype("float32")
-        indices = random.integers(0, 10, rows)
+        values = tf.constant(random.normal(size=(rows, 3)).astype("float32"))
+        indices = tf.constant(random.integers(0, 10, rows))
         gradient = tf.IndexedSlices(values, indices, tf.constant([10, 3]))
         gradients[Subtree(leaf, 1)] = [merge_rows(gradient, compiled=False)]
     (total,) = summation_tree.add_up(Subtree(0, leaves), gradients.get, add_buckets)
-    dense = {leaf: [tf.convert_to_tensor(rows[0])] for leaf, rows in gradients.items()}
+    dense: dict[Subtree, Any] = {
+        leaf: [tf.convert_to_tensor(rows[0])] for leaf, rows in gradients.items()
+    }
     (expected,) = summation_tree.add_up(Subtree(0, leaves), dense.get, add_buckets)
     assert len(set(total.indices.numpy())) == len(total.indices)
     np.testing.assert_array_equal(tf.convert_to_tensor(total), expected)

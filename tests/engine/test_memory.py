@@ -81,7 +81,7 @@ def test_functions_that_a_notebook_keeps_have_their_gradients(train: engine.Trai
 
 def test_loaded_models_have_their_gradients(train: engine.Train, tmp_path: Path) -> None:
     """A SavedModel that a hook loads can be differentiated when the training has ended."""
-    saved = tf.Module()
+    saved: Any = tf.Module()
     specification = tf.TensorSpec([], tf.float32)
     saved.compute = tf.function(triple_gradient, [specification], autograph=False)
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=True)

@@ -181,7 +181,7 @@ def with_options(**options: Any) -> SimpleNamespace:
 def by_keras(**options: Any) -> list[np.ndarray]:
     """Returns the weights and the optimizer's variables after a plain loop."""
     optimizer = with_options(**options).create_opt(RATE)
-    how = {"model": basics.embed_words(), "batches": create_dataset(BATCH)}
+    how: dict[str, Any] = {"model": basics.embed_words(), "batches": create_dataset(BATCH)}
     model = small.plain(STEPS, optimizer=optimizer, **how)
     others = (v.numpy() for v in optimizer.variables if not v.path.endswith("learning_rate"))
     return [*model.get_weights(), *others]

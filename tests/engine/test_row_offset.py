@@ -22,7 +22,7 @@ def find_offsets(rows_of_all: int) -> list[int]:
     strategy = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 
     def on_replica() -> tf.Tensor:
-        with place_rows(lambda: find_offset_in_share(None, rows_of_all)):
+        with place_rows(lambda: find_offset_in_share(0, rows_of_all)):
             return ctl_core.row_offset()
 
     offsets = strategy.experimental_local_results(strategy.run(on_replica))

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.checkpoint import writer
+from ctl_core.checkpoint.record import write_record
 from ctl_core.cluster import signals
 from ctl_core.session import watch
 from tests.golden import engine, small
@@ -37,8 +38,7 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
         return True
 
     examples = tf.data.Dataset.from_tensor_slices(small.data())
-    write = writer.write_record
-    monkeypatch.setattr(writer, "write_record", lambda *of: once("saving") and write(*of))
+    monkeypatch.setattr(writer, "write_record", lambda *of: once("saving") and write_record(*of))
     return make_hooks(
         create_dataset=lambda: examples.shuffle(40, seed=3).batch(16),
         create_model=lambda: once("creation") and small.create_model(),
@@ -196,7 +196,6 @@ def test_a_hanging_hook_does_not_cut_a_checkpoint_in_the_background(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit after SIGTERM ends the process only after the checkpoint is complete."""
-    write_record = writer.write_record
     hanging = threading.Event()
     written: list[int] = []
     ended: list[list[int]] = []

@@ -107,7 +107,7 @@ def group(lr: Any, train_model: Any) -> Any:
 def create_low_rank() -> keras.Model:
     """Returns a model with a frozen base and a LoRA adapter."""
     model = small.model_with(layers.Dense(8), layers.Dropout(0.3))
-    model.layers[1].enable_lora(2)
+    model.get_layer(index=1).enable_lora(2)
     return model
 
 

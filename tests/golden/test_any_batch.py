@@ -159,7 +159,7 @@ def test_elements_of_different_widths_are_left_out_or_kept(
     assert state.metrics == pytest.approx(expected, rel=1e-5)
 
 
-def as_graphs(words: tf.RaggedTensor, target: tf.Tensor) -> dict[str, tf.Tensor]:
+def as_graphs(words: tf.RaggedTensor, target: tf.Tensor) -> dict[str, Any]:
     return {"nodes": words.values, "graph": words.value_rowids(), "target": target}
 
 
@@ -275,7 +275,7 @@ class Switches(keras.layers.Layer):
         self.switches = [tf.Variable(value, trainable=False) for value in off]
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        scale = 1.0
+        scale: Any = 1.0
         for number, switch in enumerate(self.switches, start=2):
             is_on = tf.math.real(tf.cast(switch, tf.complex64))
             scale -= 0.1 * is_on / number

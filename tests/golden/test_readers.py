@@ -140,7 +140,7 @@ def read_passes(make: Callable[[], Any]) -> Iterator[list[Batch]]:
         if isinstance(reader, Endless):
             yield [next(reader) for _ in range(80)]
         elif isinstance(reader, keras.utils.PyDataset):
-            yield [reader[index] for index in range(len(reader))]
+            yield [reader[index] for index in range(reader.num_batches or 0)]
             reader.on_epoch_end()
         else:
             yield list(reader)

@@ -119,7 +119,8 @@ def test_a_use_of_the_metric_of_a_layer_is_refused_on_several_devices(train: eng
 def test_update_post_must_not_use_a_part(train: engine.Train) -> None:
     def update_post(train_model: keras.Model) -> None:
         kernel = train_model.weights[0].value
-        kernel.assign(kernel * (1.0 - 0.1 * tf.tanh(train_model.layers[1].amount)))
+        layer: Any = train_model.layers[1]
+        kernel.assign(kernel * (1.0 - 0.1 * tf.tanh(layer.amount)))
 
     hooks = hooks_with(lambda layer, inputs, training: inputs, update_post=update_post)
     with pytest.raises(ctl_core.SetupError, match=r"update_post .*: reads \S*amount"):

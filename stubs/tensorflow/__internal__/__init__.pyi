@@ -6,6 +6,8 @@ from tensorflow.__internal__ import distribute as distribute
 
 class FuncGraph(Graph):
     name: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
     _watched_variables: Iterable[Variable]
     def __init__(self, name: str, collections: dict[str, Any] | None = None) -> None: ...
     @property

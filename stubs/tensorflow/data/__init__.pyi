@@ -80,7 +80,10 @@ class Dataset(Iterable[Any]):
         deterministic: bool | None = None,
     ) -> Dataset: ...
     def map(
-        self, map_func: Callable[..., Any], num_parallel_calls: int | None = None
+        self,
+        map_func: Callable[..., Any],
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
     ) -> Dataset: ...
     def options(self) -> Options: ...
     def padded_batch(

@@ -37,7 +37,7 @@ def l2() -> Program:
     """Returns a program with L2 regularization, the default optimizer and clipped gradients."""
 
     def create_model() -> keras.Model:
-        model = small.create_model()
+        model: Any = small.create_model()
         for layer in model.layers:
             layer.kernel.regularizer = keras.regularizers.L2(0.01)
         return model

@@ -59,7 +59,8 @@ def exchange_rows(inputs: Any) -> Any:
         to_float(tf.reduce_sum(tf.strings.length(ctl_core.all_gather(texts)), 1)),
     ]
     neighbors = (own + 1) % tf.shape(parts[0])[0]
-    return sum(tf.gather(part, neighbors) for part in parts)[:, None] / 20.0
+    total: Any = sum(tf.gather(part, neighbors) for part in parts)
+    return total[:, None] / 20.0
 
 
 def loss_pre(output: Any, batch: Any) -> Any:
