@@ -54,6 +54,7 @@ from ctl_core.model.sample_weights import refuse_weights_in_loss
 from ctl_core.numerics.randomness import find_drawing_layers
 from ctl_core.numerics.reduction import PIECES
 from ctl_core.numerics.variables import is_summed, name_variable, trainable_variables, unwrap
+from ctl_core.run.errors import HookFailed
 from ctl_core.run.settings import Config
 from ctl_core.types import Batch, BatchSpec, Variable, VariablesByObjective
 from ctl_core.update import call_update_pre
@@ -259,12 +260,28 @@ class ScratchTracer:
             FirstReplica(strategy, find_first_replica(strategy)),
             compat.make_scratch_graph("build").as_default() as graph,
         ):
-            yield graph, make_placeholders(spec)
+            try:
+                yield graph, make_placeholders(spec)
+            except HookFailed:
+                self._refuse_exchanges_so_far(graph)
+                raise
         components = list_local_components(strategy, list(recording.variables.values()))
         known = {id(component) for component in components}
         for variable in compat.find_captured_variables(graph, strategy):
             if id(variable) not in known:
                 recording.add(variable, "elsewhere")
+
+    def _refuse_exchanges_so_far(self, graph: tf.Graph) -> None:
+        """Rejects exchanges between replicas in a graph whose tracing failed.
+
+        A value that a single replica or micro-batch exchanges has another shape than expected, so
+        the failure may only be a consequence.
+        """
+        operations = list(compat.add_called_ops(graph.get_operations()))
+        if self.config.logical_replicas is not None:
+            refuse_calls_of_collectives(self.hooks, operations, NO_EXCHANGE)
+        if self.config.accumulate_steps > 1:
+            refuse_exchanges(self.hooks, operations)
 
     def _collect_variables(
         self, objectives: list[tuple[str, ReplicaObjective]], weights: list[Variable]

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.strategy import read_peak_memory
 from ctl_core.compat import GraphWriter
+from ctl_core.hooks.optimizer_groups import OptimizerGroups
 from ctl_core.model.components import SINGLE_OBJECTIVE
 from ctl_core.run.files import atomic_write
 from ctl_core.run.listeners import Listener, find_changes
@@ -226,14 +227,23 @@ class Pace(Listener):
 
 
 def read_rates(state: State) -> dict[str, float]:
-    """Returns the learning rate of each optimizer: ``learning_rate``, or ``learning_rate/NAME``."""
+    """Returns the learning rate of each optimizer, by its name in the metrics.
+
+    The name is ``learning_rate``, or ``learning_rate/NAME`` if there are several objectives. If an
+    objective has several optimizers, the index is added to the names of all except the first one.
+    """
     rates = {}
     for objective, optimizer in state.components.optimizers.items():
         name = "learning_rate"
         if objective != SINGLE_OBJECTIVE:
             name += f"/{objective}"
-        rate = np.float32(float(getattr(optimizer, "learning_rate", state.lr)))
-        rates[name] = float(str(rate))  # gives 0.001 instead of 0.0010000000474974513
+        group = [optimizer]
+        if isinstance(optimizer, OptimizerGroups):
+            group = optimizer.optimizers
+        for index, member in enumerate(group):
+            rate = np.float32(float(getattr(member, "learning_rate", state.lr)))
+            suffix = f"/{index}" if index > 0 else ""
+            rates[name + suffix] = float(str(rate))  # gives 0.001, not 0.0010000000474974513
     return rates
 
 

@@ -104,7 +104,7 @@ def explain_different_rows(batch: Batch, examples: int | None = None) -> str:
             break
     return (
         "the tensors of a batch differ in their first dimension; call zip() before batch(), "
-        f"or, if an example can have any number of rows, {cure}"
+        f"or, if examples can have any number of rows, {cure}"
     )
 
 

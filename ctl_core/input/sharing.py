@@ -296,7 +296,7 @@ def choose_sharing(
     hook = hooks.count_examples
     data = data_hooks.call(shape.batch)
     spec = data.dataset.element_spec
-    by_rows = counts_rows_of_spec(hook, data.hook, spec)
+    by_rows = counts_rows_of_spec(hook, data.hook, spec, shape.batch)
     element: Batch | None = None
     if by_rows is None or has_varying_widths(spec):
         element = data_hooks.read_first(data, shape.batch)
@@ -321,8 +321,16 @@ def choose_sharing(
     return ReadyShares(shape, keeps_last_batch, hook), data
 
 
-def counts_rows_of_spec(count_examples: Hook, data_hook: Hook, spec: BatchSpec) -> bool | None:
+def counts_rows_of_spec(
+    count_examples: Hook, data_hook: Hook, spec: BatchSpec, examples: int
+) -> bool | None:
     """Returns True if ``count_examples`` counts the rows of every element; None if this is unknown.
+
+    Args:
+        count_examples: the hook ``count_examples``
+        data_hook: the hook that returned the elements
+        spec: the specification of elements
+        examples: the number of examples that an element should have
 
     Raises:
         SetupError: the user has not defined ``count_examples``, and the tensors of an element do
@@ -332,9 +340,19 @@ def counts_rows_of_spec(count_examples: Hook, data_hook: Hook, spec: BatchSpec) 
         if has_fixed_count(count_examples, spec):
             return True
         return None
+    if has_several_sizes(spec, examples):
+        raise data_hook.reject(f"{explain_different_rows(spec, examples)}.")
     if not may_have_rows(spec):
         raise reject_elements(data_hook, spec)
     return True
+
+
+def has_several_sizes(spec: BatchSpec, examples: int) -> bool:
+    """Returns whether tensors have ``examples`` rows, and others a multiple of this number."""
+    sizes = _list_sizes(spec)
+    if None in sizes or len(sizes) < 2 or has_scalars(spec):
+        return False
+    return examples in sizes and all(size % examples == 0 for size in sizes if size is not None)
 
 
 def may_have_rows(spec: BatchSpec) -> bool:

@@ -29,6 +29,8 @@ _CHECK_MESSAGE = re.compile(
     r"values\s+\[\[.*?\{\{node (?P<name>.*?)/CheckNumericsV2",
     re.DOTALL,
 )
+# Matches the error message of a step that XLA cannot compile.
+_XLA_MESSAGE = re.compile(r"\bXLA\b|compile-time constant|trying to compile")
 
 
 class GraphFunctions(Protocol):
@@ -83,7 +85,15 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
                 "report why. Train on one device (--strategy one_device), which takes the "
                 "same steps and names the hook."
             ) from error
-        raise errors.RunError(f"{hooks.attribute_error(error)}, after step {step}.") from error
+        where = hooks.attribute_error(error)
+        raise errors.RunError(f"{where}, after step {step}{find_cure(error)}.") from error
+
+
+def find_cure(error: BaseException) -> str:
+    """Returns the end of a message that says what to do about an error; empty if unknown."""
+    if _XLA_MESSAGE.search(str(error)):
+        return "; train with --no-jit-compile"
+    return ""
 
 
 @contextlib.contextmanager

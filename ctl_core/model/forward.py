@@ -45,7 +45,7 @@ from ctl_core.numerics.reduction import (
 )
 from ctl_core.numerics.variables import cast_to_float32, name_variable
 from ctl_core.run.console import warn
-from ctl_core.run.errors import CtlError, HookFailed, SetupError, read_frames
+from ctl_core.run.errors import CtlError, HookFailed, SetupError, make_line, read_frames
 from ctl_core.types import (
     Batch,
     Count,
@@ -90,7 +90,30 @@ def run_model(context: ForwardContext, batch: Batch, training: bool) -> ModelOut
     hook, model = context.components.choose_model(training)
     training = training and not context.quiet
     inputs = context.hooks.input_pre.trace(batch=batch, training=training, **context.hook_values())
-    return cast_to_float32(call_made(hook, call_model, model, inputs, training))
+    try:
+        output = call_made(hook, call_model, model, inputs, training)
+    except HookFailed as error:
+        raise _name_default(error, context.hooks.input_pre, inputs) from error.__cause__
+    return cast_to_float32(output)
+
+
+def _name_default(error: HookFailed, hook: Hook, element: Structure) -> HookFailed:
+    """Explains in an error that a default hook passed on an element of the batch that is a tuple.
+
+    A semi-supervised batch, for example, is a pair of a labeled batch and an unlabeled one.
+
+    Args:
+        error: the error
+        hook: the hook that passed on the element
+        element: the element of the batch
+    """
+    if not hook.is_default or not isinstance(element, tuple):
+        return error
+    place, _, reason = str(error).partition(": ")
+    return HookFailed(
+        f"{place}: the default {hook.name} passed on {describe(element)} of the batch; "
+        f"write {hook.name} to choose tensors. ({make_line(reason, 60)})"
+    )
 
 
 def compute_loss(
@@ -104,7 +127,12 @@ def compute_loss(
     )
     train_loss = context.components.train_loss
     with_noise = training and not context.quiet
-    loss = call_made(context.hooks.create_loss, call_trained, train_loss, loss_input, with_noise)
+    try:
+        create_loss = context.hooks.create_loss
+        loss = call_made(create_loss, call_trained, train_loss, loss_input, with_noise)
+    except HookFailed as error:
+        target = batch[1] if isinstance(batch, tuple) and len(batch) > 1 else None
+        raise _name_default(error, context.hooks.loss_pre, target) from error.__cause__
     return cast_to_float32(loss)
 
 

@@ -55,6 +55,13 @@ _CURES = {
         "the model needs one output per class, and labels start at 0"
     ),
 }
+# Explanations that replace a message of TensorFlow, by a pattern that matches the message.
+_EXPLANATIONS = {
+    r"`merge_call` called while defining a new graph": (
+        "exchanges values between replicas inside a branch, a loop or a tf.function; exchange them "
+        "before it, and use the result inside"
+    ),
+}
 
 
 class StackFrame(Protocol):
@@ -167,6 +174,9 @@ def format_error(error: BaseException, limit: int = 300) -> str:
     """
     kind = type(error).__name__
     text = _ESCAPES.sub("", str(error))
+    for pattern, explanation in _EXPLANATIONS.items():
+        if re.search(pattern, text):
+            return explanation
     if text.startswith("in user code:"):  # tf.data puts the stack before the message
         text = text.rpartition(f"    {kind}: ")[2]
     text, stack, _ = _PLACES.sub("", text).partition("Traceback (most recent call last):")

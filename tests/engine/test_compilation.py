@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ctl_core import SetupError, compilation
 from ctl_core.model.components import Compilation
-from ctl_core.run.errors import CompilationFailed
+from ctl_core.run.errors import CompilationFailed, RunError
 from tests.golden import small
 from tests.helpers.cases import assert_weights, dropout_model, make_hooks
 from tests.helpers.project import Train
@@ -405,3 +405,20 @@ def test_compiled_trainings_leak_neither_threads_nor_memory(words: tuple[str, ..
     script = [sys.executable, "-m", "scripts.compiled_soak", *words]
     ended = subprocess.run(script, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "does not leak"), ended.stdout
+
+
+def test_a_step_that_fails_to_compile_names_the_setting(train: Train) -> None:
+    """The loss of a conditional random field often has a loop whose length is a value."""
+
+    def add_up(loss: Any, batch: Any, train_model: Any) -> Any:
+        length = tf.cast(tf.reduce_max(batch[0]), tf.int32) + 3
+        _, total = tf.while_loop(
+            lambda index, _: index < length,
+            lambda index, total: (index + 1, tf.math.log1p(total)),
+            (0, loss),
+        )
+        return total, 0.0, train_model.trainable_variables
+
+    message = "XLA .*after step 0; train with --no-jit-compile"
+    with pytest.raises(RunError, match=message):
+        train(make_hooks(grad_pre=add_up), steps=1, jit_compile=True)

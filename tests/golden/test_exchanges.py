@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -83,3 +84,51 @@ def test_a_weight_that_depends_on_the_whole_batch(train: engine.Train) -> None:
         for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
             variable.assign_sub(RATE * gradient)
     compare.assert_close(state.train_model.weights, model.weights)
+
+
+def exchange_in_a_branch(output: Any, batch: Any) -> Any:
+    mean = tf.cond(
+        tf.reduce_sum(output) > 0.0,
+        lambda: all_reduce(tf.reduce_mean(output), "mean"),
+        lambda: 0.0,
+    )
+    return output - mean, batch[1]
+
+
+def exchange_in_a_function(output: Any, batch: Any) -> Any:
+    mean = tf.function(lambda: tf.reduce_mean(all_gather(output)))()
+    return output - mean, batch[1]
+
+
+@pytest.mark.parametrize("loss_pre", [exchange_in_a_branch, exchange_in_a_function])
+def test_exchanges_in_branches_train_on_one_device_only(
+    train: engine.Train, loss_pre: Callable[..., Any]
+) -> None:
+    hooks = small.hooks(loss_pre=loss_pre)
+    assert train_on(train, hooks, 1, 16, steps=1).step == 1
+    message = (
+        r"loss_pre \(test_exchanges.py:\d+\): exchanges .*inside a branch, a loop or a tf.func"
+    )
+    with pytest.raises(ctl_core.SetupError, match=message):
+        train_on(train, hooks, 2, 16, steps=1, run_name="several")
+
+
+class Last(keras.layers.Layer):
+    """Keeps its outputs of the whole batch, which only fit if all replicas exchange their rows."""
+
+    def build(self, shape: Any) -> None:
+        self.last = self.add_weight(shape=(16, shape[-1]), initializer="zeros", trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        self.last.assign(all_gather(tf.stop_gradient(inputs)))
+        return inputs
+
+
+@pytest.mark.parametrize("setting", ["accumulate_steps", "logical_replicas"])
+def test_an_exchange_is_refused_before_its_result_does_not_fit(
+    train: engine.Train, setting: str
+) -> None:
+    hooks = small.hooks(create_model=lambda: small.model_with(Last()))
+    message = rf"create_model \(test_exchanges.py:\d+\): all_gather .*{setting}"
+    with pytest.raises(ctl_core.SetupError, match=message):
+        train(hooks, steps=1, **{setting: 2})

@@ -53,6 +53,24 @@ class Masked(tf.experimental.BatchableExtensionType):
     values: tf.Tensor
 def create_dataset():  # here
     return tf.data.Dataset.from_tensors(Masked(np.zeros([40, 5]))).unbatch().batch(16)
+== labeled and unlabeled batches differ in size -> create_dataset | zip() | count_examples | [0][0]
+def create_dataset():  # here
+    inputs = tf.data.Dataset.from_tensor_slices(small.data()[0]).repeat()
+    labeled = tf.data.Dataset.from_tensor_slices(small.data()).repeat().batch(16, True)
+    return tf.data.Dataset.zip(labeled, inputs.batch(48, True))
+== a batch is a labeled and an unlabeled batch -> create_model | default input_pre | float32[16, 1]
+def create_dataset():
+    labeled = tf.data.Dataset.from_tensor_slices(small.data()).repeat().batch(16)
+    return tf.data.Dataset.zip(labeled, labeled)
+def create_model():  # here
+    inputs = keras.Input((5,))
+    return keras.Model(inputs, keras.layers.Dense(1)(inputs))
+== a target is a labeled batch -> create_loss | default loss_pre | float32[16, 5]
+def create_dataset():
+    labeled = tf.data.Dataset.from_tensor_slices(small.data()).repeat().batch(16)
+    return labeled.map(lambda inputs, target: (inputs, (inputs, target)))
+def create_loss():
+    return lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2, 1)  # here
 == there is no example -> create_dataset | empty
 def create_dataset():  # here
     return tf.data.Dataset.from_tensor_slices(small.data()).take(0).batch(16)

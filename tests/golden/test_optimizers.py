@@ -1,6 +1,8 @@
 """Optimizers with conditions or with groups of variables, and updates that are skipped."""
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -8,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
+from ctl_core.hooks.defaults import print_loss
 from tests.golden import compare, engine, small
 from tests.golden.lookahead import Lookahead
 from tests.golden.reference import RATE
@@ -197,3 +200,19 @@ def test_optimizer_that_would_sum_over_replicas_again_is_refused(train: engine.T
     hooks = small.hooks(create_opt=lambda: tf.compat.v1.train.GradientDescentOptimizer(0.1))
     with pytest.raises(ctl_core.SetupError, match=re.escape("GradientDescentOptimizer")):
         train(hooks, **small.settings(1))
+
+
+def test_rates_of_all_optimizers_are_reported(train: engine.Train, runs: Path) -> None:
+    """The second optimizer of an objective has its own schedule, 0.5, 0.25, 0.125."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+
+    def create_opt(lr: Any, train_model: Any) -> Any:
+        variables = train_model.trainable_variables
+        second = keras.optimizers.SGD(schedule)
+        return [(keras.optimizers.SGD(lr), variables[:2]), (second, variables[2:])]
+
+    hooks = small.hooks(create_opt=create_opt, every_steps={1: print_loss})
+    train(hooks, steps=2, learning_rate=0.01)
+    lines = map(json.loads, (runs / "run" / "metrics.jsonl").read_text().splitlines())
+    rates = [(line["learning_rate"], line["learning_rate/1"]) for line in lines]
+    assert rates == [(0.01, 0.25), (0.01, 0.125)]
