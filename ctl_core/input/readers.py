@@ -51,6 +51,9 @@ Element: TypeAlias = Structure
 # The result of ``get_state``.
 ReaderState: TypeAlias = Any
 
+# The number of elements in which the beginnings of two passes are compared.
+_COMPARED = 2
+
 # Values that ``ast.literal_eval`` can parse.
 Literals: TypeAlias = Any
 
@@ -225,7 +228,7 @@ class Reader:
         is called again to create a new object.
         """
         if self._start is not None and not self._can_have_changed():
-            return _read_passes(self.readable, state)
+            return _read_passes(self.readable, state, self._start, self.first_element)
         readable = self._call_again()
         is_used_up = self.obstacle is not None and hasattr(readable, "__next__")
         if readable is self.readable and (
@@ -236,7 +239,7 @@ class Reader:
                 "only once; create it inside the hook"
             )
         self.readable = readable
-        return _read_passes(readable, state)
+        return _read_passes(readable, state, self._start, self.first_element)
 
     def _can_have_changed(self) -> bool:
         """Returns whether reading may have changed the object, so that it cannot be read again."""
@@ -426,13 +429,18 @@ def _drop_rows(array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
 
 
 def _read_passes(
-    readable: Readable, state: ReaderState | None = None
+    readable: Readable,
+    state: ReaderState | None = None,
+    start: ReaderState | None = None,
+    first_element: Element | None = None,
 ) -> Iterator[DrawnElement | None]:
     """Yields elements, each with the state of the reader before it, and None after each pass.
 
     Args:
         readable: the object that a hook returned. The object or its iterators may have a state
         state: the state to start from; None leaves the state of the object unchanged
+        start: the state at the start of the data
+        first_element: the first element of the data
     """
     passes = readable
     if isinstance(readable, keras.utils.PyDataset):
@@ -440,6 +448,9 @@ def _read_passes(
     methods_of_passes = _find_state_methods(passes)
     if methods_of_passes is not None:
         methods_of_passes.restore(state)
+        if state is not None and first_element is not None:
+            yield from _read_restored(passes, methods_of_passes, start, first_element)
+            state = None
     while True:
         iterator = iter(passes)
         methods = methods_of_passes
@@ -450,6 +461,52 @@ def _read_passes(
         yield from _read_pass(iterator, methods)
         yield None
         state = None  # all later passes are read from their start
+
+
+def _read_restored(
+    passes: Readable, methods: StateMethods, start: ReaderState, first_element: Element
+) -> Iterator[DrawnElement | None]:
+    """Yields the rest of a pass after a state was restored, then None, and then the next pass.
+
+    A streamed dataset of Hugging Face begins all later passes at the restored state, too. In this
+    case, its state at the start of the data is restored.
+
+    Args:
+        passes: an iterable over passes
+        methods: the methods that get and set its state
+        start: the state at the start of the data
+        first_element: the first element of the data
+
+    Raises:
+        ValueError: the second pass begins at the restored state, whatever state is set.
+    """
+    rest = _read_pass(iter(passes), methods)
+    beginning = _draw_beginning(rest)
+    yield from beginning
+    yield from rest
+    yield None
+    second_pass = _read_pass(iter(passes), methods)
+    second_beginning = _draw_beginning(second_pass)
+    restored = [_compute_checksum(drawn.element) for drawn in beginning]
+    first = _compute_checksum(first_element)
+    is_again = restored == [_compute_checksum(drawn.element) for drawn in second_beginning]
+    if is_again and restored[:1] != [first]:
+        methods.restore(start)
+        second_pass = _read_pass(iter(passes), methods)
+        second_beginning = _draw_beginning(second_pass)
+        if [_compute_checksum(drawn.element) for drawn in second_beginning[:1]] != [first]:
+            raise ValueError("after its state was restored, the reader begins each pass there")
+    yield from second_beginning
+    yield from second_pass
+    yield None
+
+
+def _draw_beginning(elements: Iterator[DrawnElement]) -> list[DrawnElement]:
+    """Draws the first elements of a pass; copies them, because a reader may reuse its arrays."""
+    return [
+        drawn._replace(element=tf.nest.map_structure(np.array, drawn.element))
+        for drawn in itertools.islice(elements, _COMPARED)
+    ]
 
 
 def _read_pass(

@@ -359,3 +359,46 @@ def test_evaluations_by_readers_read_each_example_once(train: engine.Train, kind
     assert len(calls) == (2 if kind == "grain's iterator" else 1)
     assert evaluated[2]["a/y"] == pytest.approx(evaluated[3]["a/y"], rel=1e-6)
     assert evaluated[2]["a/y"] != pytest.approx(evaluated[0]["a/y"], rel=1e-3)
+
+
+class Stream:
+    """A streamed dataset like those of Hugging Face.
+
+    After ``load_state_dict``, each later iteration begins at the state that was loaded.
+    """
+
+    def __init__(self) -> None:
+        self.state = {"row": 0}
+        self.starting: dict[str, int] | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.starting = state
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.state = {"row": 0}
+        if self.starting is not None:
+            self.state = dict(self.starting)
+        while self.state["row"] < small.EXAMPLES:
+            first = self.state["row"]
+            self.state["row"] += SIZE
+            yield pick(np.arange(first, first + SIZE))
+
+
+@pytest.mark.parametrize("stopped", [3, 6, 9])
+def test_a_stream_that_is_resumed_begins_later_passes_at_its_start(
+    train_small: engine.Train, stopped: int
+) -> None:
+    """A pass has 6 batches, so runs are resumed within the first pass, after it, and later."""
+    hooks = small.hooks(create_dataset=lambda: Stream())
+    settings = {"ckpt_every": 3, "run_name": "parts"}
+    train_small(hooks, **settings | {"steps": stopped})
+    parts = train_small(hooks, **settings | {"steps": 20})
+    whole = train_small(hooks, **settings | {"steps": 20, "run_name": "whole"})
+    compare.assert_same(parts.train_model.weights, whole.train_model.weights)
+    rows = [row for _ in range(4) for row in range(96)]  # the last 4 of 100 fill no batch
+    batches = [pick(np.array(rows[first : first + 16])) for first in range(0, 320, 16)]
+    expected = small.plain(20, batches=batches)
+    compare.assert_close(whole.train_model.weights, expected.weights)
