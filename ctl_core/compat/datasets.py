@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.ops import interleave_op
+from tensorflow.python.data.util import structure
 
 from ctl_core.compat.graphs import FunctionGraph
 from ctl_core.compat.patches import Scope, wrap_function
@@ -121,6 +122,24 @@ def _create_interleave(
     of_tensorflow(stage, *args, **options)
     names = {None: "default", True: "true", False: "false"}
     stage._deterministic = names.get(options.get("deterministic"), "default")
+
+
+def has_function(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage calls a function for each element, as a map or an interleave does."""
+    return getattr(stage, "_map_func", None) is not None
+
+
+def call_function(stage: tf.data.Dataset, element: Any) -> None:
+    """Calls the function of a stage for an element, and reads the dataset that it may return."""
+    (source,) = find_inputs(stage)
+    results = stage._map_func.function(*structure.to_tensor_list(source.element_spec, element))
+    for result in tf.nest.flatten(results):
+        is_dataset = result.dtype == tf.variant and isinstance(
+            stage._map_func.output_structure, tf.data.DatasetSpec
+        )
+        if is_dataset:
+            for _ in tf.data.experimental.from_variant(result, stage.element_spec):
+                pass
 
 
 def has_free_order(dataset: tf.data.Dataset) -> bool:

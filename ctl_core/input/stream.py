@@ -6,6 +6,7 @@ batches and shares. data_hooks.py calls the hooks that create the dataset.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,17 @@ import numpy as np
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas
-from ctl_core.compat import draw_from, get_seed_generator, has_free_order, is_op_determinism_enabled
+from ctl_core.compat import (
+    call_function,
+    draw_from,
+    find_inputs,
+    get_seed_generator,
+    has_free_order,
+    has_function,
+    is_op_determinism_enabled,
+    is_shuffle,
+    list_stages,
+)
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.input.batches import (
     BatchShape,
@@ -35,7 +46,7 @@ from ctl_core.input.sharing import (
     read_count,
 )
 from ctl_core.numerics.summation_tree import split_leaves
-from ctl_core.run.errors import SetupError
+from ctl_core.run.errors import SetupError, quote
 from ctl_core.run.settings import Config
 from ctl_core.types import Batch, Count
 
@@ -43,6 +54,10 @@ from ctl_core.types import Batch, Count
 # are per-replica values, with one component for each replica of this process.
 Deal = Callable[[Count], Share]
 
+# The maximum number of seconds to search for a damaged element.
+_LONGEST_SEARCH = 60.0
+# A string of at most this length is taken for a path, rather than for data.
+_LONGEST_PATH = 300
 # The maximum number of elements to read again, in order to find the element that caused an error.
 _MOST_EXPLAINED = 1000
 
@@ -272,6 +287,28 @@ class Input:
         explanation = explain_contradiction(self._count_examples, elements, self.shape.batch)
         return f"{self.hook}: {explanation}."
 
+    def find_damaged_element(self) -> str | None:
+        """Reads the data again, to find the element for which a function of the pipeline fails.
+
+        Returns:
+            The path in the element, or the index of the element; None if it is not found within
+            ``_LONGEST_SEARCH`` seconds.
+        """
+        if self._reader is not None:
+            return None
+        self._second = None  # this dataset may have been read already
+        deadline = time.monotonic() + _LONGEST_SEARCH
+        for stage in reversed(list(list_stages(self._look()))):  # the source comes first
+            if has_function(stage):
+                (source,) = find_inputs(stage)
+                try:
+                    found = _find_failing(stage, source, deadline)
+                except tf.errors.OpError:  # another stage, which has no function, fails
+                    return None
+                if found is not None:
+                    return found
+        return None
+
     def _look(self) -> tf.data.Dataset:
         """Returns a second dataset for inspection, so that the training dataset stays unread."""
         if self._second is None:
@@ -334,3 +371,31 @@ class Input:
         if steps == 0:
             raise self.hook.reject(self.describe_shortage())
         return steps
+
+
+def _find_failing(stage: tf.data.Dataset, source: tf.data.Dataset, deadline: float) -> str | None:
+    """Describes the first element for which the function of a stage fails; None if it is not found.
+
+    Args:
+        stage: a stage that calls a function for each element
+        source: the stage that it reads
+        deadline: the time at which the search ends
+
+    Raises:
+        OpError: the source itself cannot be read.
+    """
+    for index, element in enumerate(source):
+        if time.monotonic() > deadline:
+            return None
+        try:
+            call_function(stage, element)
+        except tf.errors.OpError:
+            for value in tf.nest.flatten(element):
+                if value.dtype == tf.string and value.shape.rank == 0:
+                    text = value.numpy().decode("utf-8", "replace")
+                    if len(text) < _LONGEST_PATH and text.isprintable():
+                        return f"the element of {quote(text, _LONGEST_PATH)}"
+            if any(map(is_shuffle, list_stages(source))):
+                return None
+            return f"element {index} (counted from 0)"
+    return None

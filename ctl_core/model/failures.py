@@ -18,7 +18,7 @@ import tensorflow as tf
 from ctl_core.cluster.sync import is_peer_lost
 from ctl_core.cluster.task import are_others_there
 from ctl_core.compat import check_float8, leave_constants_unchecked
-from ctl_core.hooks.hooks import Hooks
+from ctl_core.hooks.hooks import READING, Hooks
 from ctl_core.model.state import State
 from ctl_core.run import errors
 
@@ -86,7 +86,8 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
                 "same steps and names the hook."
             ) from error
         where = hooks.attribute_error(error)
-        raise errors.RunError(f"{where}, after step {step}{find_cure(error)}.") from error
+        cure = find_cure(error) or _describe_damaged_element(state, error)
+        raise errors.RunError(f"{where}, after step {step}{cure}.") from error
 
 
 def find_cure(error: BaseException) -> str:
@@ -94,6 +95,17 @@ def find_cure(error: BaseException) -> str:
     if _XLA_MESSAGE.search(str(error)):
         return "; train with --no-jit-compile"
     return ""
+
+
+def _describe_damaged_element(state: State, error: BaseException) -> str:
+    """Returns a phrase that names the element that cannot be read; "" if it is not found."""
+    reading = READING.search(str(error))
+    if reading is None or reading.group(1).startswith("AsOptional"):  # an evaluation reads this way
+        return ""
+    element = state.data.find_damaged_element()
+    if element is None:
+        return ""
+    return f"; {element} cannot be read, so repair it or leave it out"
 
 
 @contextlib.contextmanager

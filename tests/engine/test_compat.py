@@ -85,6 +85,22 @@ def test_graphs_of_functions_of_stages() -> None:
     assert compat.find_graphs(numbers) == []
 
 
+def test_functions_of_stages() -> None:
+    numbers = tf.data.Dataset.range(4)
+    assert not compat.has_function(numbers.batch(2))
+    for stage in (
+        numbers.map(lambda x: 1 // (2 - x)),
+        numbers.flat_map(lambda x: tf.data.Dataset.from_tensors(x).map(lambda y: 1 // (2 - y))),
+        tf.data.Dataset.zip((numbers, numbers)).map(lambda x, y: (x, 1 // (2 - y))),
+    ):
+        assert compat.has_function(stage)
+        (source,) = compat.find_inputs(stage)
+        elements = list(source)
+        compat.call_function(stage, elements[1])
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            compat.call_function(stage, elements[2])
+
+
 def test_stages_whose_order_is_free() -> None:
     numbers = tf.data.Dataset.range(4)
     parallel: dict[str, Any] = {"num_parallel_calls": 2}

@@ -37,8 +37,12 @@ def hooks_with(during: str, kill: Kill, monkeypatch: pytest.MonkeyPatch) -> Any:
             left.pop()()
         return True
 
+    def save_once(folder: Path, record: Any) -> None:
+        once("saving")
+        write_record(folder, record)
+
     examples = tf.data.Dataset.from_tensor_slices(small.data())
-    monkeypatch.setattr(writer, "write_record", lambda *of: once("saving") and write_record(*of))
+    monkeypatch.setattr(writer, "write_record", save_once)
     return make_hooks(
         create_dataset=lambda: examples.shuffle(40, seed=3).batch(16),
         create_model=lambda: once("creation") and small.create_model(),

@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -186,3 +188,37 @@ def test_a_free_order_of_examples_is_reported(
     ctl_core.check(small.hooks(create_dataset=read), ctl_core.Config(**small.settings(6)))
     out = capsys.readouterr().out
     assert "the examples have another order" in out and "check: all well" in out
+
+
+def test_an_element_that_cannot_be_read_is_named(train_small: engine.Train, tmp_path: Path) -> None:
+    """By its path if the pipeline begins with paths, otherwise by its index."""
+    for number, row in enumerate(np.hstack(small.data())):
+        (tmp_path / f"{number:03}.txt").write_text(" ".join(map(str, row)))
+    paths = sorted(map(str, tmp_path.glob("*.txt")))
+    (tmp_path / "077.txt").write_text("<html>404</html>")
+
+    def read(path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        row = tf.strings.to_number(tf.strings.split(tf.io.read_file(path)))
+        return tf.ensure_shape(row[:5], [5]), tf.ensure_shape(row[5:], [1])
+
+    def read_paths(per_replica_batch_size: int) -> tf.data.Dataset:
+        examples = tf.data.Dataset.from_tensor_slices(paths).shuffle(9, seed=1)
+        examples = examples.map(read, num_parallel_calls=2).shuffle(9, seed=2)
+        return examples.batch(per_replica_batch_size, drop_remainder=True)
+
+    with pytest.raises(ctl_core.RunError) as raised:
+        train_small(small.hooks(create_dataset=read_paths))
+    message = str(raised.value)
+    assert "reading the data: " in message and "\n" not in message
+    expected = (
+        f"; the element of '{tmp_path}/077.txt' cannot be read, so repair it or leave it out."
+    )
+    assert message.endswith(expected), message
+
+    def read_nested(per_replica_batch_size: int) -> tf.data.Dataset:
+        groups = tf.data.Dataset.from_tensor_slices(np.reshape(paths, [10, 10]))
+        nested = groups.flat_map(lambda group: tf.data.Dataset.from_tensor_slices(group).map(read))
+        return nested.batch(per_replica_batch_size, drop_remainder=True)
+
+    with pytest.raises(ctl_core.RunError, match=r"; element 7 \(counted from 0\) cannot be read"):
+        train_small(small.hooks(create_dataset=read_nested), run_name="nested")
