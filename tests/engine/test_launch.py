@@ -140,7 +140,7 @@ def test_the_chief_says_once_that_ports_are_open(
 
     def read_lines(processes: int, index: int, shares_gpus: bool = False) -> list[str]:
         strategy._join_cluster.cache_clear()
-        cluster = {"worker": [f"localhost:{n}" for n in range(processes)]}
+        cluster = {"worker": [f"localhost:{n + 1}" for n in range(processes)]}
         task = {"type": "worker", "index": index}
         place = {"cluster": cluster, "task": task, "shares_gpus": shares_gpus}
         monkeypatch.setenv("TF_CONFIG", json.dumps(place))
@@ -183,7 +183,7 @@ def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(workers: int, devices: int = 1, shares: bool = True) -> list[Any]:
         seen.clear()
         strategy._join_cluster.cache_clear()
-        cluster = {"worker": [f"localhost:{n}" for n in range(workers)]}
+        cluster = {"worker": [f"localhost:{n + 1}" for n in range(workers)]}
         place = {"cluster": cluster, "task": {"type": "worker", "index": 1}, "shares_gpus": shares}
         monkeypatch.setenv("TF_CONFIG", json.dumps(place))
         strategy.prepare(Config(run_name="a", virtual_devices=devices))
