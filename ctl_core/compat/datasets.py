@@ -129,7 +129,7 @@ def has_function(stage: tf.data.Dataset) -> bool:
     return getattr(stage, "_map_func", None) is not None
 
 
-def call_function(stage: tf.data.Dataset, element: Any) -> None:
+def call_function(stage: Any, element: Any) -> None:
     """Calls the function of a stage for an element, and reads the dataset that it may return."""
     (source,) = find_inputs(stage)
     results = stage._map_func.function(*structure.to_tensor_list(source.element_spec, element))
