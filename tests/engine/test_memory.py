@@ -18,6 +18,7 @@ import keras
 import pytest
 import tensorflow as tf
 
+import ctl_core
 from tests.golden import engine, small
 
 ROOT = Path(__file__).parents[2]
@@ -96,20 +97,23 @@ def test_loaded_models_have_their_gradients(train: engine.Train, tmp_path: Path)
     assert differentiate(loaded[0].compute) == 12.0
 
 
-def test_an_outer_run_has_its_gradients_after_an_inner_one(train: engine.Train) -> None:
-    """A function that was traced before the inner run can be differentiated after it."""
+def test_a_run_has_its_gradients_after_a_hook_has_loaded_another_one(
+    train: engine.Train, tmp_path: Path
+) -> None:
+    """A function that was traced before the other run was loaded can be differentiated after it."""
     function = tf.function(triple_gradient, autograph=False)
     gradients = []
 
     def call() -> None:
         function(tf.constant(2.0))
 
-    def train_another() -> None:
-        train(write_hooks(), steps=2, run_name="inner")
+    def load_another() -> None:
+        ctl_core.load(tmp_path / "runs" / "other", callbacks=write_hooks())
         gc.collect()
         gradients.append(differentiate(function))
 
-    train(write_hooks(at_step={1: call, 2: train_another}), steps=3)
+    train(write_hooks(), steps=2, run_name="other")
+    train(write_hooks(at_step={1: call, 2: load_another}), steps=3)
     assert gradients == [12.0]
     assert function.experimental_get_tracing_count() == 1
 
