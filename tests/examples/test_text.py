@@ -115,6 +115,8 @@ def test_writing_goes_on_byte_by_byte(hooks: Any) -> None:
 def test_example_is_trained_killed_resumed_and_served(cli: Cli, tmp_path: Path) -> None:
     write_texts(tmp_path)
     example = Example("text", cli, tmp_path, *SMALL, *DATA)
-    assert_lives(example, np.array([b"the first", b"a longer one than that"]), atol=1e-4)
+    inputs = np.array([b"the first", b"a longer one than that"])
+    line = "step 1500: The for statement of the class’s except argument value. It attribute"
+    assert_lives(example, inputs, atol=1e-4, written=[line])
     written = ctl_core.load(tmp_path / "runs" / "whole")(["def f(x):"])
     assert written.dtype == tf.string and len(written[0].numpy()) == 3

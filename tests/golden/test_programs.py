@@ -54,8 +54,9 @@ def test_programs_have_the_weights_of_their_plain_loops(
 
 
 # One program of each kind. Programs whose replicas communicate in the forward pass are left out,
-# because XLA cannot compile them.
-COMPILED = ("embedding", "groups", "mixed_precision", "transformer", "vae", "wgan_gp")
+# because XLA cannot compile them. The Transformer, which takes half a minute to compile here, is
+# compiled on one device above.
+COMPILED = ("embedding", "groups", "mixed_precision", "vae", "wgan_gp")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ A test provides small data and settings, and this module the rest.
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.golden.compare import read_checkpoint
 from tests.golden.engine import Outcome
 from tests.helpers.project import Cli
 from tests.helpers.rendering import ROOT, TEMPLATE
+from tests.helpers.samples import find_stale_lines, read_samples
 
 EXAMPLES = ROOT / "templates" / "examples"
 NATIVE = re.compile(r"[IW]\d{4} ")  # lines of TensorFlow's log, which a project's console omits
@@ -45,6 +47,7 @@ class Example:
     """A project with the hooks and settings of an example, and with small settings of a test.
 
     Attributes:
+        name: the name of the example
         folder: the folder of the project
     """
 
@@ -57,6 +60,7 @@ class Example:
             folder: the folder of the project, which is tmp_path because ``cli`` runs there
             flags: settings of each training, such as ``"--hparams.width", "4"``
         """
+        self.name = name
         self.folder = folder
         self._cli = cli
         self._flags = flags
@@ -100,9 +104,15 @@ class Example:
 
 
 def assert_lives(
-    example: Example, inputs: Any, dataset: str | None = None, atol: float = 1e-5
+    example: Example,
+    inputs: Any,
+    dataset: str | None = None,
+    atol: float = 1e-5,
+    written: Sequence[str] = (),
 ) -> None:
     """Asserts that an example trains, evaluates, predicts, exports, loads, and resumes when killed.
+
+    The sample output in the example's README is compared with the output of a training.
 
     Args:
         example: an example whose batch size two devices can share
@@ -111,12 +121,16 @@ def assert_lives(
         atol: the absolute tolerance between one device and two after three steps. After more
             steps, rounding errors would grow, because Adam and kinks (ReLU, max pooling)
             amplify them.
+        written: the lines of the sample output that a long training has written
     """
     flags = ("--deterministic",)
     hooks = example.folder / "callbacks.py"
     source = hooks.read_text()
     hooks.write_text(source + KILL)
-    assert "done: step 6" in example.train("whole", *flags).out
+    printed = example.train("whole", *flags).out
+    assert "done: step 6" in printed
+    for sample in read_samples(EXAMPLES / f"{example.name}.md")[:1]:
+        assert find_stale_lines(sample, printed) == list(written), printed
     hooks.write_text(source)
     example.train("two-devices", "--virtual-devices", "2", *flags)
     one_device = example.numbers("whole", 3)

@@ -27,6 +27,7 @@ from ctl_core.hooks.table import SPECS
 from scripts.stage_docs import list_documents, list_pages, read_config
 from tests.helpers.project import Cli, cli  # noqa: F401
 from tests.helpers.rendering import ROOT, TEMPLATE, Project, Render
+from tests.helpers.samples import find_stale_lines, read_samples
 
 PROJECTS = TEMPLATE / "README.md"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -233,6 +234,7 @@ def test_commands_in_a_project(
         images = next(digits[name] for name in digits.files if digits[name].ndim > 1)
     np.save(project / "x.npy", images[:3].reshape(3, 8, 8, 1).astype("float32"))
     done: set[str] = set()
+    printed = ""
     for command in (c for page in GUIDES for block in read_commands(page) for c in block):
         words = command.words()
         if command.text in done or not words or "--workers" in words:
@@ -243,11 +245,14 @@ def test_commands_in_a_project(
                 patched.setenv(name, value)
             outcome = cli(None, command=tuple(words))
         assert (outcome.code, outcome.err) == (0, ""), command
+        printed += outcome.out
         if step := re.search(r"resumes at step (\d+)", command.comment):
             assert f"resuming at step {step[1]}" in outcome.out, command
         for path in re.findall(r"runs/[\w./-]*\w", command.comment):
             assert (project / path).exists(), f"{command} has not made {path}"
     assert len(done) > 8
+    for page in ("docs/checking.md", "docs/get-started.md"):
+        assert find_stale_lines(read_samples(ROOT / page)[0], printed) == [], page
 
 
 @pytest.mark.slow

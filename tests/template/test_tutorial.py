@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rendering import ROOT, Render, Run
+from tests.helpers.samples import find_stale_lines, read_samples
 
 TEXT = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
 # These commands are skipped, because the environment and the project exist already.
@@ -37,4 +38,7 @@ def test_the_tutorial_leads_to_a_served_model(render: Render, run: Run, tmp_path
     assert [line["step"] for line in first] == [100, 200, 300]
     assert first[-1]["accuracy"] > 0.95
     assert first[-1]["error"] == pytest.approx(second[-1]["error"], rel=0.01)
-    assert re.search(r"'kind': array\(\[\[", done.stdout)
+    message, training, prediction = read_samples(ROOT / "docs" / "tutorial.md")
+    assert message.startswith("error: create_loss")  # the page on errors has the same message
+    assert find_stale_lines(training, done.stdout) == []
+    assert find_stale_lines(prediction, done.stdout) == []
