@@ -17,7 +17,7 @@ import tensorflow as tf
 import ctl_core
 from ctl_core.run import console
 from ctl_core.run.errors import RunError
-from tests.golden import engine, small
+from tests.golden import compare, engine, small
 from tests.helpers.cases import FEATURES, assert_weights, dropout_model, make_hooks, norm_model, sgd
 from tests.helpers.project import Train
 
@@ -411,3 +411,18 @@ def test_a_checkpoint_that_is_written_late_holds_the_values_of_its_step(
     for value, expected in zip(actual, seen[6], strict=True):
         np.testing.assert_array_equal(value, expected)
     assert not np.array_equal(seen[6][0], seen[8][0])
+
+
+def test_another_order_of_sets_is_reported(
+    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(small.hooks(), **small.settings(2))
+    train(small.hooks(), **small.settings(4))
+    assert "PYTHONHASHSEED" not in capsys.readouterr().out
+    monkeypatch.setattr("ctl_core.checkpoint.checkpoints.fingerprint_order", lambda: 1)
+    state = train(small.hooks(), **small.settings(6))
+    assert "PYTHONHASHSEED: sets have another order in this proc" in capsys.readouterr().out
+    compare.assert_close(state.train_model.weights, small.plain(6).weights)
+    monkeypatch.undo()
+    ctl_core.load(state.run_dir, callbacks=small.hooks())
+    assert "PYTHONHASHSEED" not in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import subprocess
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -384,3 +385,24 @@ def test_tests_of_a_project(
         assert "Traceback" not in done.stdout and "During handling" not in done.stdout
         first = next(line for line in done.stdout.splitlines() if line.startswith("callbacks.py"))
         assert "create_dataset" in first
+
+
+def test_scripts_keep_their_line_ends_in_a_checkout_of_windows(tmp_path: Path) -> None:
+    """Git on Windows converts other files, and Bash does not run scripts with its line ends."""
+    original, clone = tmp_path / "original", tmp_path / "clone"
+    scripts = ("train.sh", "launch/slurm.sh", "launch/Dockerfile")
+    for name in (".gitattributes", "config.yaml", *scripts):
+        (original / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(TEMPLATE / name, original / name)
+
+    def git(*words: str) -> None:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *author, *words], cwd=original, check=True, capture_output=True)
+
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "all")
+    git("-c", "core.autocrlf=true", "clone", "-q", ".", str(clone))
+    assert b"\r\n" in (clone / "config.yaml").read_bytes()
+    for name in scripts:
+        assert (clone / name).read_bytes() == (original / name).read_bytes()

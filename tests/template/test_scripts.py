@@ -3,9 +3,7 @@
 import os
 import re
 import runpy
-import shutil
 import signal
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import metadata
@@ -153,24 +151,3 @@ def test_recording_of_a_terminal(tmp_path: Path) -> None:
     stays = [line for line in frames[-1].lines if line]
     assert [shown[line] for line in stays] == [None] * len(stays)
     assert [frame.time for frame in shortened] == sorted(frame.time for frame in shortened)
-
-
-def test_scripts_keep_their_line_ends_in_a_checkout_of_windows(tmp_path: Path) -> None:
-    """Git on Windows converts other files, and Bash does not run scripts with its line ends."""
-    original, clone = tmp_path / "original", tmp_path / "clone"
-    scripts = ("train.sh", "launch/slurm.sh", "launch/Dockerfile")
-    for name in (".gitattributes", "config.yaml", *scripts):
-        (original / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(TEMPLATE / name, original / name)
-
-    def git(*words: str) -> None:
-        author = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *author, *words], cwd=original, check=True, capture_output=True)
-
-    git("init", "-q")
-    git("add", "-A")
-    git("commit", "-qm", "all")
-    git("-c", "core.autocrlf=true", "clone", "-q", ".", str(clone))
-    assert b"\r\n" in (clone / "config.yaml").read_bytes()
-    for name in scripts:
-        assert (clone / name).read_bytes() == (original / name).read_bytes()
