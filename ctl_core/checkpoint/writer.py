@@ -5,6 +5,7 @@ because they fail at the second save of a Keras 3 model.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,10 @@ _ODD = 0x5851F42D4C957F2D
 # The integer dtype for each size of a dtype in bytes. The 16 bytes of a complex128 become two
 # integers.
 _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64, 16: tf.int64}
+
+
+# The threads of this process that are writing a checkpoint.
+_writing_threads: set[int] = set()
 
 
 class StagingCopy:
@@ -173,18 +178,35 @@ class Writer:
         manager = self._state.manager
         folder = Path(manager.directory)
         keep_all = not self._state.has_finite_weights
-        with hold_objects(manager, copies.user_part, keep_all):
-            saved = manager.save(checkpoint_number=record.step)
-        if saved is None:
-            raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
-        copies.engine_part.write(str(folder / "engine" / f"ckpt-{record.step}"))
-        write_position()
-        if self._state.config.mirror is not None:
-            record.digests = digest_files(folder, record.step)
-        write_record(folder, record)
-        note_first_checkpoint(self._state.run_dir, record.step)
-        keep_and_remove(self._state, record)
+        with _note_writing():
+            with hold_objects(manager, copies.user_part, keep_all):
+                saved = manager.save(checkpoint_number=record.step)
+            if saved is None:
+                raise RunError("create_ckpt's manager did not save; leave out its step_counter.")
+            copies.engine_part.write(str(folder / "engine" / f"ckpt-{record.step}"))
+            write_position()
+            if self._state.config.mirror is not None:
+                record.digests = digest_files(folder, record.step)
+            write_record(folder, record)
+            note_first_checkpoint(self._state.run_dir, record.step)
+            keep_and_remove(self._state, record)
         self.written.append((record.step, Path(saved)))
+
+
+def is_writing() -> bool:
+    """Returns True if a thread of this process writes a checkpoint."""
+    return bool(_writing_threads)
+
+
+@contextlib.contextmanager
+def _note_writing() -> Iterator[None]:
+    """Notes that this thread writes a checkpoint, for ``is_writing``."""
+    thread = threading.get_ident()
+    _writing_threads.add(thread)
+    try:
+        yield
+    finally:
+        _writing_threads.discard(thread)
 
 
 class Divergence:

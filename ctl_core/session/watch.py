@@ -27,7 +27,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from ctl_core.checkpoint import checkpoints
-from ctl_core.checkpoint.writer import Writer
+from ctl_core.checkpoint.writer import is_writing
 from ctl_core.cluster import background
 from ctl_core.cluster.signals import SAME_SIGNAL, Signals
 from ctl_core.cluster.sync import Cluster
@@ -57,17 +57,6 @@ _EVALUATION = "evaluation"
 _TRACING = (Hook.trace, StepFunctions.trace, Evaluation.trace)
 _INPUT_FOLDER = str(Path(stream.__file__).parent)
 _CHECKPOINT_FOLDER = str(Path(checkpoints.__file__).parent)
-
-
-def is_writing() -> bool:
-    """Returns True if a thread of this process writes a checkpoint in the background."""
-    for frame in sys._current_frames().values():
-        below: FrameType | None = frame
-        while below is not None:
-            if below.f_code is Writer._write.__code__:
-                return True
-            below = below.f_back
-    return False
 
 
 class Place(NamedTuple):

@@ -52,7 +52,7 @@ def test_release_is_made_of_a_clean_tree_with_an_entry(repository: Path, run: Ru
 
     refuse("", "expected a version such as VERSION=2.1.0")
     refuse("two", "got 'two'")
-    refuse("9.1.0", "is '## 2.", "write the entry '## 9.1.0 (YYYY-MM-DD)'")
+    refuse("9.1.0", "is '## ", "write the entry '## 9.1.0 (YYYY-MM-DD)'")
     write_entry(repository, "9.1.0", date="")
     refuse("9.1.0", "commit or remove these changes", "ctl_core/CHANGELOG.md")
     commit(run, repository, "Entry without a date")
