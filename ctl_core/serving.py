@@ -126,8 +126,8 @@ def _convert_to_tensor(spec: AnyTensorSpec, value: UserObject) -> AnyTensor:
         TypeError, ValueError: the value cannot be converted without loss.
     """
     if tf.is_tensor(value):
-        given: AnyTensor = value
-        return given
+        same: AnyTensor = value
+        return same
     tensor = tf.convert_to_tensor(value, spec.dtype)
     # TensorFlow truncates numbers that do not fit an integer type.
     if spec.dtype.is_integer and not np.array_equal(tensor, value):

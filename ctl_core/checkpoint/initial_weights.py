@@ -361,11 +361,11 @@ def _read_old_file(path: Path) -> list[tuple[str, list[np.ndarray]]]:
 
 def _read_names(group: Any, attribute: str) -> list[str]:
     """Returns a list of names; Keras divides a long one into ``attribute0``, ``attribute1``, ..."""
-    parts = [attribute]
+    attributes = [attribute]
     if attribute not in group.attrs:
         numbered = (f"{attribute}{number}" for number in itertools.count())
-        parts = list(itertools.takewhile(group.attrs.__contains__, numbered))
-    names = itertools.chain.from_iterable(group.attrs[part] for part in parts)
+        attributes = list(itertools.takewhile(group.attrs.__contains__, numbered))
+    names = itertools.chain.from_iterable(group.attrs[name] for name in attributes)
     return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
 
 

@@ -176,9 +176,9 @@ class Mirror:
         """
         own_id = self._read_own_id()
         for step in self.list_steps():
-            found = self._fetch_run_id(step)
-            if found:
-                self._compare_ids(found, own_id, step)
+            run_id = self._fetch_run_id(step)
+            if run_id:
+                self._compare_ids(run_id, own_id, step)
                 return
 
     def _read_own_id(self) -> str:
@@ -196,17 +196,17 @@ class Mirror:
                 return ""
             return read_run_id(target)
 
-    def _compare_ids(self, found: str, own: str, step: int) -> None:
+    def _compare_ids(self, mirrored_id: str, local_id: str, step: int) -> None:
         """Compares the id in the mirror with that of the run; an unknown id fits every run.
 
         Raises:
             OtherRun: the ids differ.
         """
-        if found and own and found != own:
+        if mirrored_id and local_id and mirrored_id != local_id:
             raise OtherRun(
                 f"mirror: {self.shown} belongs to another run: its checkpoint of step {step} has "
-                f"the run_id {found[:8]}, but {relative_path(self._run)} has {own[:8]}; choose "
-                "another run_name, or give each project its own mirror."
+                f"the run_id {mirrored_id[:8]}, but {relative_path(self._run)} has "
+                f"{local_id[:8]}; choose another run_name, or give each project its own mirror."
             )
 
     def _list_checkpoints(self) -> dict[int, list[str]]:

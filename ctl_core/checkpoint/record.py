@@ -229,9 +229,9 @@ def check_digests(folder: Path, record: Record) -> None:
     Raises:
         Damaged: a file is missing, or has other content than when the checkpoint was saved.
     """
-    found = digest_files(folder, record.step)
+    digests = digest_files(folder, record.step)
     for path, digest in record.digests.items():
-        if found.get(path) != digest:
+        if digests.get(path) != digest:
             raise Damaged(f"the content of {path} has changed")
 
 

@@ -115,7 +115,8 @@ def _describe_changes(origin: Origin, config: Config) -> list[str]:
         is_known = name in saved or name.startswith("hparams.")
         if not is_known or name in {"hparams", *_FREE}:
             continue
-        old, new = saved.get(name), present.get(name)
+        old = saved.get(name)
+        new = present.get(name)
         if old != new:
             notes.append(
                 f"{format_name(name)}: {quote(new, 60)} from now on; until now, "

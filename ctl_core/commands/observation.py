@@ -148,7 +148,7 @@ class ExtraLossHook(Hook):
             if read_added_losses(layer):
                 self.adding_layers.add(f"'{layer.name}' ({type(layer).__name__})")
         if isinstance(returned, dict):
-            return {name: log_extra_loss(name, parts) for name, parts in returned.items()}
+            return {name: log_extra_loss(name, objective) for name, objective in returned.items()}
         return log_extra_loss(values["objective"] or SINGLE_OBJECTIVE, returned)
 
 

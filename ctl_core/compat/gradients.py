@@ -79,8 +79,8 @@ def _find_gradient_function(op: tf.Operation, has_name: bool) -> Callable[..., A
     for variable in ("tape_grad_fn", "grad_fn"):  # the closures of tf.custom_gradient
         if function is not None and _is_of_library(function):
             function = _read_closure(function).get(variable, function)
-    found: Callable[..., Any] | None = function
-    return found
+    gradient: Callable[..., Any] | None = function
+    return gradient
 
 
 def _read_closure(function: Callable[..., Any]) -> dict[str, Any]:

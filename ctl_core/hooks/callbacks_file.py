@@ -116,13 +116,16 @@ _IN_PYTHON = '; in Python, ctl.load(run, callbacks="saved") uses it'
 def _describe_changes(changed: list[str], training: bool, copy_name: str) -> str:
     """Returns a note about files that have changed since a run was trained."""
     names = make_line(", ".join(changed), 100)
-    have, file, one = "has", "file", "one"
+    note = f"{format_name(names)} has changed since the run was trained; "
+    current = "the current file"
+    old = "the old one"
     if len(changed) > 1:
-        have, file, one = "have", "files", "ones"
-    note = f"{format_name(names)} {have} changed since the run was trained; "
+        note = f"{format_name(names)} have changed since the run was trained; "
+        current = "the current files"
+        old = "the old ones"
     if training:
-        note += f"the run continues with the current {file}; "
-    note += f"--callbacks {copy_name} uses the old {one}"
+        note += f"the run continues with {current}; "
+    note += f"--callbacks {copy_name} uses {old}"
     if not training:
         note += _IN_PYTHON
     return f"{note}."
@@ -271,9 +274,9 @@ def read_modules(callbacks: Any, name: str) -> dict[str, bytes]:
         return {}
     file = Path(callbacks.__file__).absolute()
     project = file.parent
-    parts = Path(name).parts
-    if file.parts[-len(parts) :] == parts:
-        project = Path(*file.parts[: -len(parts)])
+    names = Path(name).parts
+    if file.parts[-len(names) :] == names:
+        project = Path(*file.parts[: -len(names)])
     contents = read_project_modules(project)
     contents.pop(file.relative_to(project).as_posix(), None)
     return contents

@@ -84,11 +84,11 @@ class ShareWeight(NamedTuple):
     """The result of ``batch_weight`` for a share, if it is known before the backward pass.
 
     Attributes:
-        own: the weight of the share, a scalar
+        weight: the weight of the share, a scalar
         total: the sum of the weights of all shares, a scalar
     """
 
-    own: tf.Tensor
+    weight: tf.Tensor
     total: tf.Tensor
 
 

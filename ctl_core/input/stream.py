@@ -302,11 +302,11 @@ class Input:
             if has_function(stage):
                 (source,) = find_inputs(stage)
                 try:
-                    found = _find_failing(stage, source, deadline)
+                    element = _find_failing(stage, source, deadline)
                 except tf.errors.OpError:  # another stage, which has no function, fails
                     return None
-                if found is not None:
-                    return found
+                if element is not None:
+                    return element
         return None
 
     def _look(self) -> tf.data.Dataset:

@@ -49,11 +49,11 @@ class SpecialOps(NamedTuple):
     """The ops of a forward pass whose gradients are not those of TensorFlow and Keras.
 
     Attributes:
-        own: the ops with gradient functions of the user
+        of_user: the ops with gradient functions of the user
         recomputed: the ops whose gradients run code of the forward pass again
     """
 
-    own: list[tf.Operation]
+    of_user: list[tf.Operation]
     recomputed: list[tf.Operation]
 
 
@@ -63,7 +63,7 @@ def find_special_ops(operations: Iterable[tf.Operation]) -> SpecialOps:
     for op in operations:
         kind = compat.classify_gradient(op)
         if kind is compat.GradientKind.OWN:
-            special.own.append(op)
+            special.of_user.append(op)
         elif kind is compat.GradientKind.RECOMPUTED:
             special.recomputed.append(op)
     return special
@@ -84,7 +84,7 @@ def list_own_gradients(
     needs_python = any(op.type == "EagerPyFunc" for op in backward_ops)
     lines = (
         locate_calls(hooks, read_calls(op))
-        for op in special.own
+        for op in special.of_user
         if needs_python or op.type != "EagerPyFunc"
     )
     return tuple(dict.fromkeys(lines))

@@ -102,11 +102,11 @@ class DeviceWeights(NamedTuple):
     """The results of ``batch_weight``, if they are computed before the forward pass.
 
     Attributes:
-        own: the weights of the logical replicas of the device, a vector
+        by_leaf: the weights of the logical replicas of the device, a vector
         total: the sum of the weights of all logical replicas
     """
 
-    own: tf.Tensor
+    by_leaf: tf.Tensor
     total: tf.Tensor
 
 
@@ -292,7 +292,7 @@ class LogicalReplicas:
             share = self._take_share(device_share, index)
             weights = device_share.weights
             if weights is not None:
-                own_weight = weights.own[index - device_share.first_leaf]
+                own_weight = weights.by_leaf[index - device_share.first_leaf]
                 share = share._replace(weight=ShareWeight(own_weight, weights.total))
             contribution, variables = forward_backward(share)
             sparse_rows = list_sparse_rows(contribution.gradients, variables)

@@ -166,12 +166,12 @@ def _list_held(state: State) -> dict[int, UserObject]:
     """Returns the layers and variables in the components of a run, by id."""
     components = state.components
     models = (components.train_model, components.train_loss, components.eval_model)
-    found = [
+    objects = [
         *itertools.chain(*(walk(model) for model in models)),
         *tf.train.TrackableView(state.ckpt).descendants(),
     ]
-    layers = itertools.chain(*map(flatten_layers, found))
-    return {id(unwrap(held)): unwrap(held) for held in (*found, *layers)}
+    layers = itertools.chain(*map(flatten_layers, objects))
+    return {id(unwrap(held)): unwrap(held) for held in (*objects, *layers)}
 
 
 def _has_state(layer: UserObject, new_variables: set[int]) -> bool:

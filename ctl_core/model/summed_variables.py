@@ -94,17 +94,17 @@ def refuse_uses_of_parts(state: State, graph: FunctionGraph) -> None:
     strategy = state.strategy
     if strategy.num_replicas_in_sync == 1:
         return
-    parts = list_parts(state)
-    if not parts:
+    variables = list_parts(state)
+    if not variables:
         return
     metrics = [unwrap(v) for metric in list_metrics() for v in metric.variables]
     search = Search(
         by_handle={
             id(component.handle): id(variable)
-            for variable in (*parts, *metrics)
+            for variable in (*variables, *metrics)
             for component in strategy.experimental_local_results(variable)
         },
-        parts=frozenset(map(id, parts)),
+        followed=frozenset(map(id, variables)),
         of_metrics=frozenset(map(id, metrics)),
     )
     graphs = [graph]
@@ -114,7 +114,7 @@ def refuse_uses_of_parts(state: State, graph: FunctionGraph) -> None:
         try:
             search.search(searched_graph)
         except WrongUse as error:
-            raise _describe(state.hooks, parts, error.trace) from None
+            raise _describe(state.hooks, variables, error.trace) from None
 
 
 def list_parts(state: State) -> list[tf.Variable]:
@@ -138,9 +138,9 @@ def list_metrics() -> list[keras.Metric]:
     return [item for item in gc.get_objects() if issubclass(type(item), keras.Metric)]
 
 
-def _describe(hooks: Hooks, parts: list[tf.Variable], trace: Trace) -> SetupError:
+def _describe(hooks: Hooks, variables: list[tf.Variable], trace: Trace) -> SetupError:
     """Returns the error for a wrong use."""
-    name = next(name_variable(part) for part in parts if id(part) == trace.variable)
+    name = next(name_variable(v) for v in variables if id(v) == trace.variable)
     return SetupError(
         f"{locate_calls(hooks, read_calls(trace.read))}: reads {name}, a variable with the "
         "aggregation SUM, of which each device has only its own part; add up the parts with "
@@ -154,13 +154,13 @@ class Search:
 
     Attributes:
         by_handle: the ids of variables by the ids of their handles on this process's devices
-        parts: the ids of the variables to follow
+        followed: the ids of the variables to follow
         of_metrics: the ids of the variables of metrics. The value of a metric may have an effect on
             the variables of metrics.
     """
 
     by_handle: Mapping[int, int]
-    parts: frozenset[int]
+    followed: frozenset[int]
     of_metrics: frozenset[int]
 
     def search(self, graph: FunctionGraph) -> None:
@@ -248,7 +248,7 @@ class GraphWalk:
 
     def _read(self, op: tf.Operation, handle: int | None, traces: Traces) -> None:
         """Sets the trace of an op that reads a variable."""
-        if handle not in self._search.parts:
+        if handle not in self._search.followed:
             self._pass_on(op, traces)
             return
         use = Use.OTHER

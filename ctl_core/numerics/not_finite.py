@@ -109,9 +109,9 @@ def _compute_norms(gradients: Iterable[Gradient]) -> list[tf.Tensor]:
     """
     by_dtype: dict[tf.DType, list[Gradient]] = {}
     for gradient in gradients:
-        for part in _split_complex(gradient):
-            if part.dtype.is_floating:
-                by_dtype.setdefault(part.dtype, []).append(part)
+        for component in _split_complex(gradient):
+            if component.dtype.is_floating:
+                by_dtype.setdefault(component.dtype, []).append(component)
     return [tf.linalg.global_norm(group) for group in by_dtype.values()]
 
 
@@ -135,8 +135,8 @@ def find_finite_entries(tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.cast(tensor, tf.float32)
     first, *others = _split_complex(tensor)
     are_finite = tf.math.is_finite(first)
-    for part in others:
-        are_finite &= tf.math.is_finite(part)
+    for component in others:
+        are_finite &= tf.math.is_finite(component)
     return are_finite
 
 
@@ -236,6 +236,6 @@ class LossScale:
 def are_finite(gradients: Iterable[Gradient]) -> tf.Tensor:
     """Returns whether every entry of all gradients is finite, as a bool scalar."""
     tensors = tf.nest.flatten(gradients, expand_composites=True)
-    parts = itertools.chain(*map(_split_complex, tensors))
-    floating = [part for part in parts if part.dtype.is_floating]
+    components = itertools.chain(*map(_split_complex, tensors))
+    floating = [component for component in components if component.dtype.is_floating]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in floating])

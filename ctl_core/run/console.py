@@ -205,11 +205,11 @@ class Console:
         step = operator.index(step)
         numbers = _flatten(values)
         if self.listeners is not None:
-            told = dict(numbers)
+            reported = dict(numbers)
             if split == "train":
                 for name, rate in self.read_rates().items():
-                    told.setdefault(name, rate)
-            self.listeners.tell("values", step, split, told)
+                    reported.setdefault(name, rate)
+            self.listeners.tell("values", step, split, reported)
         if not shown:
             return
         shown_values = {f"{prefix}{name}": number for name, number in numbers.items()}

@@ -41,10 +41,10 @@ def find_pattern_character(path: str | Path) -> str | None:
     TensorFlow reads and deletes the files of checkpoints and caches by patterns. In a folder called
     ``exp?``, it would read and delete the files of ``exp1`` as well; in ``[x]``, it finds nothing.
     """
-    found = re.search(f"[{re.escape(_PATTERN_CHARACTERS)}]", str(path))
-    if found is None:
+    match = re.search(f"[{re.escape(_PATTERN_CHARACTERS)}]", str(path))
+    if match is None:
         return None
-    return found[0]
+    return match[0]
 
 
 def refuse_patterns(setting: str, path: str | Path) -> None:
