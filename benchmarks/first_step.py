@@ -79,7 +79,8 @@ def import_only() -> None:
     import keras
     import tensorflow as tf
 
-    assert keras.backend.backend() == "tensorflow" and tf.executing_eagerly()
+    assert keras.backend.backend() == "tensorflow"
+    assert tf.executing_eagerly()
     note_first_step()
 
 

@@ -235,10 +235,12 @@ def kill_and_resume(
         code = start(place, operation)
         if code == 0:
             return
-        assert code == -signal.SIGKILL and operation, (
+        report = (
             f"{place}: killed before the operations {history}, it cannot be resumed:\n"
             f"{(place / 'log').read_text()[-3000:]}"
         )
+        assert code == -signal.SIGKILL, report
+        assert operation, report
         counts["kills"] += 1
         counts["kills of first starts"] += not history
         history.append(operation)

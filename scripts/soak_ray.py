@@ -121,7 +121,8 @@ def main() -> int:
         with (folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(counts) + "\n")
         print(counts, flush=True)
-        assert counts["difference"] <= LIMIT * (not counts["fixed"]) and used == (0, 0), folder
+        assert counts["difference"] <= LIMIT * (not counts["fixed"]), folder
+        assert used == (0, 0), folder
         number += 1
         done += counts["process"] + counts["node"]
     cluster.shutdown()

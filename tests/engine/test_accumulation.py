@@ -78,7 +78,8 @@ def test_flags_of_losses_and_gradients() -> None:
     assert not are_losses_finite({"a": tf.constant(1.0), "b": tf.constant(np.inf)})
     assert not are_losses_finite({"a": tf.constant(np.nan)})
     sparse = tf.IndexedSlices(tf.constant([[np.nan]]), tf.constant([0]), tf.constant([1, 1]))
-    assert are_numbers([]) and are_numbers([tf.constant([1.0, np.inf])])
+    assert are_numbers([])
+    assert are_numbers([tf.constant([1.0, np.inf])])
     assert not are_numbers([tf.constant([1.0]), sparse])
 
 

@@ -99,7 +99,8 @@ def test_the_tests_that_documents_name_are_there() -> None:
         linked += len(links)
         for name, link in links:
             file = page.parent / link
-            assert file.exists() and f"def {name}(" in file.read_text(), f"{page}: {name} moved"
+            assert file.exists(), f"{page}: {name} moved"
+            assert f"def {name}(" in file.read_text(), f"{page}: {name} moved"
         gone = {*re.findall(r"\btest_\w+", text)} - files - {name for name, _ in links}
         assert gone == set(), page
     assert linked > 20
@@ -176,7 +177,8 @@ def test_stubs_have_each_name_of_tensorflow_and_keras_that_the_engine_uses() -> 
                 checked += 1
                 if not is_in_stubs(words):
                     missing.append(f"{name}: {'.'.join(words)}")
-    assert missing == [] and checked > 1000
+    assert missing == []
+    assert checked > 1000
 
 
 def list_words(node: ast.AST) -> list[str]:
@@ -250,7 +252,8 @@ def test_names_of_the_stubs_exist() -> None:
                 kinds = [found, *EXAMPLES.get(f"{module}.{name}", list)()]
                 for member, node in stubs.read_members(definition).items():
                     wrong += compare_member(f"{module}.{name}.{member}", node, kinds)
-    assert wrong == [] and checked > 200
+    assert wrong == []
+    assert checked > 200
 
 
 def compare_member(name: str, stub: ast.FunctionDef | ast.AnnAssign, kinds: list[Any]) -> list[str]:

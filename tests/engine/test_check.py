@@ -277,7 +277,8 @@ def test_every_hook_runs_once_and_a_run_that_is_there_is_neither_read_nor_locked
     ):
         assert pattern in printed
     (remembered,) = [line for line in printed.splitlines() if " remembers " in line]
-    assert "after_eval (test_check.py:" in remembered and " remembers best in Python" in remembered
+    assert "after_eval (test_check.py:" in remembered
+    assert " remembers best in Python" in remembered
 
 
 # ---- Comparison of devices -------------------------------------------------------------------
@@ -384,7 +385,8 @@ def test_check_fails_where_devices_cannot_be_compared(check: Check, capsys: Outp
         check(hooks(loss_pre=loss_pre, create_loss=create_loss))
     assert error.value.exit_code == 1
     printed = capsys.readouterr().out
-    assert "were compared, with batches of 15" in printed and "all well" not in printed
+    assert "were compared, with batches of 15" in printed
+    assert "all well" not in printed
 
 
 @pytest.mark.slow
@@ -413,7 +415,8 @@ def test_all_differences_are_listed_in_the_order_of_their_causes(
         assert text in line
     assert all(re.search("differs?[:,]", line) for line in lines)
     assert str(error.value) == f"check: {lines[0].removeprefix('  - ')}"
-    assert "may follow from the above" in lines[1] and "create_loss" not in lines[1]
+    assert "may follow from the above" in lines[1]
+    assert "create_loss" not in lines[1]
 
 
 class WithTemperature(keras.Model):
@@ -618,7 +621,8 @@ def test_a_value_that_no_graph_reads_is_only_remembered(check: Check, capsys: Ou
 
     check(hooks(create_model=create_model, grad_pre=grad_pre, every_steps={1: anneal}))
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    assert len(warnings) == 1 and "remembers SETTINGS_OF_FILE['seen'] in Python" in warnings[0]
+    assert len(warnings) == 1
+    assert "remembers SETTINGS_OF_FILE['seen'] in Python" in warnings[0]
 
 
 def make_generator() -> tf.random.Generator:

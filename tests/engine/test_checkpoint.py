@@ -42,7 +42,8 @@ def test_users_create_ckpt_loses_no_state_of_the_engine(train: Train) -> None:
     whole = train(hooks, steps=12, run_name="whole")
     train(hooks, steps=5, run_name="parts", ckpt_every=1)
     resumed = train(hooks, steps=12, run_name="parts")
-    assert resumed.step == 12 and float(resumed.lr) == pytest.approx(0.005)
+    assert resumed.step == 12
+    assert float(resumed.lr) == pytest.approx(0.005)
     assert_weights(whole, resumed, rtol=0)
     for pattern in ("ckpt-*.index", "engine/ckpt-*.index", "engine/ckpt-*.json"):
         assert numbers(resumed.run_dir / "ckpt", pattern) == [4, 5, 12]
@@ -101,7 +102,8 @@ def test_a_damaged_newest_checkpoint_falls_back(
         damage(path)
     state = train(make_hooks(), steps=10, ckpt_every=5)
     output = capsys.readouterr().out
-    assert "step 10 is damaged" in output and "resuming at step 5" in output
+    assert "step 10 is damaged" in output
+    assert "resuming at step 5" in output
     assert_weights(state, trained[1], rtol=0)
 
 
@@ -226,7 +228,8 @@ def test_weights_that_became_nan_replace_no_checkpoint(
     hooks = make_hooks(create_ckpt=create_ckpt, update_pre=spoil_from(8))
     state = train(hooks, steps=8, ckpt_every=2, **settings)
     assert numbers(state.run_dir / "ckpt", "engine/ckpt-*.json") == [2, 4, 6, 8]
-    assert state.diverged and np.isnan(state.train_model.get_weights()[0]).all()
+    assert state.diverged
+    assert np.isnan(state.train_model.get_weights()[0]).all()
     assert "after step 8, sequential/hidden/kernel is not finite" in capsys.readouterr().out
 
 
@@ -289,7 +292,8 @@ def test_no_checkpoint_that_an_evaluation_cannot_use_replaces_a_usable_one(
     state = train(program, steps=12, batch_size=16, **settings)
     assert numbers(state.run_dir / "ckpt", "engine/ckpt-*.json") == [2, 4, 6]
     assert numbers(mirror / "run" / "ckpt", "engine/ckpt-*.json")[-1] == 4
-    assert state.diverged and np.isfinite(state.train_model.layers[-1].get_weights()[0]).all()
+    assert state.diverged
+    assert np.isfinite(state.train_model.layers[-1].get_weights()[0]).all()
     assert re.search(rf"after step 6, \S*{name}\S* is not finite", capsys.readouterr().out)
 
 
@@ -323,7 +327,8 @@ def test_what_is_not_finite_is_not_called_saved(train: Train, capsys: Any) -> No
     hooks = make_hooks(update_pre=spoil_from(5), every_steps={1: stop})
     for said in ("stopped by SIGTERM, saved: step 5;", "not saved after step 4, because"):
         state = train(hooks, steps=12, ckpt_every=4)
-        assert said in capsys.readouterr().out and state.stopped_by == signal.SIGTERM
+        assert said in capsys.readouterr().out
+        assert state.stopped_by == signal.SIGTERM
     assert numbers(state.run_dir / "ckpt", "engine/ckpt-*.json") == [4, 5]
     ctl_core.load(state.run_dir, "last", callbacks=hooks)
     assert "the checkpoint of step 5 is not finite: sequential" in capsys.readouterr().out

@@ -112,7 +112,8 @@ def test_decisions_of_one_process_hold_on_all(two: Path) -> None:
     folder = two / "runs/decisions/ckpt/engine"
     assert {path.name for path in folder.glob("*.json")} == {"ckpt-3.json", "ckpt-7.json"}
     run = two / "runs" / "decisions"
-    assert (run / "train.log").exists() and (run / "worker-1.log").exists()
+    assert (run / "train.log").exists()
+    assert (run / "worker-1.log").exists()
 
 
 def test_a_loss_that_one_process_has_is_known_to_all(two: Path) -> None:

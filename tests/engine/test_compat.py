@@ -44,7 +44,8 @@ def test_bounds_are_the_versions_that_were_tested(monkeypatch: pytest.MonkeyPatc
     of_tensorflow, of_keras = compat.describe_untested()
     assert of_tensorflow.startswith("tensorflow 2.22.0rc0 is newer than 2.21, with which")
     assert "tensorflow<2.23" in of_tensorflow
-    assert of_keras.startswith("keras 4.0.0 is newer than 3.15") and "keras<4.1" in of_keras
+    assert of_keras.startswith("keras 4.0.0 is newer than 3.15")
+    assert "keras<4.1" in of_keras
 
 
 def test_is_tuned_tells_whether_a_stage_is_tuned() -> None:
@@ -144,7 +145,7 @@ def test_position_of_iterator() -> None:
 
 
 @pytest.mark.parametrize(
-    "dataset, draws",
+    ("dataset", "draws"),
     [
         (tf.data.Dataset.range(6), 0),
         (tf.data.Dataset.range(10_000).shuffle(6).shuffle(3), 2),
@@ -190,7 +191,8 @@ def test_layers_of_models() -> None:
     inner = keras.layers.Dense(1)
     model = keras.Sequential([keras.Sequential([inner])])
     layers = compat.flatten_layers(model)
-    assert layers[0] is model and inner in layers
+    assert layers[0] is model
+    assert inner in layers
     assert compat.flatten_layers(lambda batch: batch) == []
 
 
@@ -282,7 +284,8 @@ def test_variables_that_a_scratch_graph_uses() -> None:
         used.read_value()
     strategy = tf.distribute.get_strategy()
     variables = compat.find_captured_variables(graph, strategy)
-    assert list(map(id, variables)) == [id(used)] and used is not unused
+    assert list(map(id, variables)) == [id(used)]
+    assert used is not unused
 
 
 def test_variables_that_a_scratch_graph_creates_are_not_kept() -> None:
@@ -562,7 +565,8 @@ def test_initial_values_of_any_dtype_are_sent(
     sent: dict[Any, Any] = {}
 
     def send(value: tf.Tensor, shape: Any, dtype: tf.DType, *keys: int) -> None:
-        assert (value.shape, value.dtype) == (shape, dtype) and dtype == tf.float32
+        assert (value.shape, value.dtype) == (shape, dtype)
+        assert dtype == tf.float32
         sent[keys] = value
 
     def receive(shape: Any, dtype: tf.DType, *keys: int) -> tf.Tensor:
@@ -732,7 +736,8 @@ def test_lowering_runs_nothing() -> None:
     expected = tf.random.uniform([]).numpy()
     tf.random.set_seed(1)
     compat.lower(double, [tf.TensorSpec([2])], device)
-    assert variable.numpy() == 1.0 and tf.random.uniform([]).numpy() == expected
+    assert variable.numpy() == 1.0
+    assert tf.random.uniform([]).numpy() == expected
     with pytest.raises(ValueError, match=r"(?s)AsString.*test_compat.py"):
         compat.lower(double, [tf.TensorSpec([3])], device)
 

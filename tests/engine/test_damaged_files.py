@@ -134,7 +134,7 @@ def test_progress_of_a_wrong_shape_is_refused(change: dict[str, Any]) -> None:
     fields = dataclasses.asdict(Progress(best={"early_stop=loss:3": [float("nan"), 4, 1]}))
     restored = Progress.from_json(json.loads(json.dumps(fields)))
     assert repr(restored) == repr(Progress(**{**fields, "noted": restored.noted}))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="validation error"):
         Progress.from_json({**fields, **change})
 
 
@@ -209,7 +209,8 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 def test_hostile_settings_file_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(SetupError, match=f"^file: .*{message}") as caught:
         parse_settings(text, "file")
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 def test_aliases_and_merged_mappings_are_read() -> None:
@@ -228,7 +229,8 @@ def test_files_of_a_user_are_not_part_of_a_checkpoint(run: Path) -> None:
         (folder / name).write_bytes(b"")
     names = {path.relative_to(folder).as_posix() for path in list_files(folder, 6)}
     assert not names & set(others)
-    assert len(names) == 8 and list_files(folder, 6)[-1].name == "ckpt-6.json"
+    assert len(names) == 8
+    assert list_files(folder, 6)[-1].name == "ckpt-6.json"
 
 
 def test_files_of_a_killed_process_are_removed(run: Path) -> None:
@@ -243,7 +245,9 @@ def test_files_of_a_killed_process_are_removed(run: Path) -> None:
     (folder / "kept_temp").mkdir()  # This folder belongs to the user.
     sweep(folder)
     assert not any((folder / name).exists() for name in [*left, *files])
-    assert (folder / "kept_temp").exists() and is_whole(folder, 4) and is_whole(folder, 6)
+    assert (folder / "kept_temp").exists()
+    assert is_whole(folder, 4)
+    assert is_whole(folder, 6)
 
 
 def test_checkpoint_that_is_half_removed_goes(run: Path) -> None:
@@ -252,7 +256,8 @@ def test_checkpoint_that_is_half_removed_goes(run: Path) -> None:
     for name in ("ckpt-4.index", "ckpt-4.data-00000-of-00001", "engine/ckpt-4.json"):
         (folder / name).unlink()
     remove_orphans(folder)
-    assert list_files(folder, 4) == [] and is_whole(folder, 6)
+    assert list_files(folder, 4) == []
+    assert is_whole(folder, 6)
 
 
 def test_torn_copy_of_the_best_checkpoint_is_copied_again(run: Path) -> None:

@@ -79,7 +79,8 @@ def test_the_state_of_a_reader_may_hold_a_tensor_of_pytorch(
     Tensor = type("Tensor", (list,), {"__module__": "torch"})
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=Tensor))
     decoded = decode(encode({"generator": Tensor(range(5))}))["generator"]
-    assert isinstance(decoded, Tensor) and decoded == [*range(5)]
+    assert isinstance(decoded, Tensor)
+    assert decoded == [*range(5)]
 
 
 # ---- Splits and folds by hash: additional data move no example ----------------------------------

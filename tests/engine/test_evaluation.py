@@ -75,7 +75,8 @@ def test_several_sets_decide_and_are_evaluated_and_predicted(cli: Cli) -> None:
     """With ``max``, an error that becomes smaller is no improvement, so training stops early."""
     flags = ["--limit-eval=1", "--eval-every=5", "--keep-best=test/loss"]
     out = cli(CHOOSING, *flags, "--steps=20", "--early-stop=val/error:max:1").out
-    assert "eval: val/loss " in out and "ended early: step 10" in out
+    assert "eval: val/loss " in out
+    assert "ended early: step 10" in out
     assert Path("runs/a/ckpt/best/engine/ckpt-10.json").exists()
     assert "  test/error " in cli(None, command=("evaluate",)).out
     flags = ["--dataset", "test", "--include", "1", "--include", "0"]
@@ -275,9 +276,11 @@ def test_early_stop_stops_where_keras_does(
     hooks = evaluated_hooks(create_dataset=sliced((inputs[:80], target[:80])))
     settings = {**OFTEN, "early_stop": f"error:{patience}"}
     state = train(hooks, steps=200, **settings)
-    assert state.ended and state.step == 5 * len(stopped.epoch)
+    assert state.ended
+    assert state.step == 5 * len(stopped.epoch)
     printed = capsys.readouterr().out
-    assert "early_stop: error was not better than" in printed and "ended early: step" in printed
+    assert "early_stop: error was not better than" in printed
+    assert "ended early: step" in printed
     assert train(hooks, steps=200, **settings).step == state.step  # The run stays ended.
     more = train(hooks, steps=400, **settings)
     assert more.step == state.step + 5 * patience  # With more steps, the run resumes.
@@ -307,7 +310,7 @@ def test_criterion_ends_training_after_its_patience() -> None:
 
 
 @pytest.mark.parametrize(
-    "setting, is_highest", [("val/accuracy", True), ("total_loss", False), ("speed:max", True)]
+    ("setting", "is_highest"), [("val/accuracy", True), ("total_loss", False), ("speed:max", True)]
 )
 def test_direction_of_criterion(setting: str, is_highest: bool) -> None:
     names = ["val/accuracy", "total_loss", "speed"]

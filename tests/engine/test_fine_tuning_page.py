@@ -56,7 +56,8 @@ def test_a_frozen_base_is_unfrozen_and_has_a_rate_of_its_own(
     rate = _Rate(0.1)
     optimizer = OptimizerGroups(shown["create_opt"](rate, model))
     ((step, functions),) = shown["at_step"].items()
-    assert step == 500 and functions == [shown["unfreeze"], shown["reset_optimizer"]]
+    assert step == 500
+    assert functions == [shown["unfreeze"], shown["reset_optimizer"]]
     shown["unfreeze"](model, rate)
     assert len(model.trainable_variables) > 100
     assert rate.value == pytest.approx(0.01)

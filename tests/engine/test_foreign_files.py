@@ -42,7 +42,8 @@ def test_fork_does_not_run_the_code_that_the_other_run_names(
         "fork: that run used --listener theirs.Listener",
     ]
     named = parse_command(["train", "--fork", str(foreign), "--callbacks", "theirs.py"])
-    assert named.config.callbacks == "theirs.py" and len(named.notes) == 1
+    assert named.config.callbacks == "theirs.py"
+    assert len(named.notes) == 1
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "predict", "export"])
@@ -119,7 +120,8 @@ def test_log_that_is_a_link_is_refused(train: Train, tmp_path: Path) -> None:
     (run / "train.log").symlink_to(tmp_path / "other")
     with pytest.raises(SetupError, match=r"train\.log: is a link"):
         train(make_hooks(), steps=1)
-    assert not (tmp_path / "other").exists() and not (run / "pid").exists()
+    assert not (tmp_path / "other").exists()
+    assert not (run / "pid").exists()
 
 
 @pytest.mark.parametrize("place", ["{folder}/outside/ckpt-1", "../../../outside/ckpt-1"])

@@ -100,7 +100,8 @@ def test_training_with_the_stub_has_the_weights_of_the_defaults(
     main(["hooks", "--stub"])
     stub = hooks_of(capsys.readouterr().out, tmp_path)
     required = {spec.name for spec in SPECS.values() if spec.is_required}
-    assert len(stub) > 10 and not required & stub.keys()
+    assert len(stub) > 10
+    assert not required & stub.keys()
     plain, written = (
         train(make_hooks(**hooks), steps=5, log_every=5, run_name=name)
         for name, hooks in (("plain", {}), ("written", stub))
@@ -153,7 +154,8 @@ def test_the_command_line_explains_a_hook(capsys: pytest.CaptureFixture[str]) ->
     text = " ".join(capsys.readouterr().out.split())
     for argument in SPECS["grad_pre"].arguments:
         assert f"{argument.name} {argument.described_type}: {argument.meaning}" in text
-    assert "ctl.Objective" in text and "def grad_pre(loss, batch, train_model):" in text
+    assert "ctl.Objective" in text
+    assert "def grad_pre(loss, batch, train_model):" in text
     assert main(["hooks", "grad_per"]) == 2
     assert capsys.readouterr().err == (
         "error: there is no hook 'grad_per'; did you mean 'grad_pre'?\n"
@@ -410,7 +412,8 @@ def test_hooks_shown_in_documents_train(train: Train, tmp_path: Path, block: str
     assert {name for name in shown if f'"{name}":' in block or f" {name}=" in block} <= names
     if "histogram" in block:
         events = b"".join(path.read_bytes() for path in (state.run_dir / "tb/train").iterdir())
-        assert b"weights/" in events and b"gradients/" in events
+        assert b"weights/" in events
+        assert b"gradients/" in events
 
 
 class Images(keras.Model):
@@ -460,7 +463,8 @@ def test_listener_and_flags_shown_in_documents_work(
     hooks = make_hooks(create_eval_dataset=sliced(regression_data()))
     ctl_core.train(hooks, config, listeners=[shown["Printer"]()])
     out = capsys.readouterr().out
-    assert "a eval 1 {'loss': " in out and "a is done" in out
+    assert "a eval 1 {'loss': " in out
+    assert "a is done" in out
     trial = optuna.trial.FixedTrial({"learning_rate": 0.01, "width": 32})
     config = parse_command(["train", *shown["flags"](trial)]).config
     assert (config.learning_rate, config.hparams) == (0.01, {"width": 32})

@@ -125,7 +125,8 @@ assert sys.stdin.read() == "" and os.getpgrp() == os.getpid()
     assert sorted(log(2).splitlines()) == ["err of 2", "out of 2"]
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("out of 0\n", "err of 0\n")
-    assert supervisor.PIPE not in os.environ and "TF_CONFIG" not in os.environ
+    assert supervisor.PIPE not in os.environ
+    assert "TF_CONFIG" not in os.environ
 
 
 def test_the_chief_says_once_that_ports_are_open(
@@ -152,8 +153,11 @@ def test_the_chief_says_once_that_ports_are_open(
     (machines,) = read_lines(2, 0)
     (workers,) = read_lines(2, 0, shares_gpus=True)
     for line in (machines, workers):
-        assert line.startswith("cluster: ") and "no password" in line and "SECURITY.md" in line
-    assert "no encryption" in machines and "only these machines" in machines
+        assert line.startswith("cluster: ")
+        assert "no password" in line
+        assert "SECURITY.md" in line
+    assert "no encryption" in machines
+    assert "only these machines" in machines
     assert len(workers) < len(machines)
     assert read_lines(2, 1) == read_lines(1, 0) == []
 
@@ -231,8 +235,10 @@ if start <= 2:
     ]
     addresses = Path("addresses").read_text().split()
     starts = [set(addresses[i : i + 4]) for i in (0, 4, 8)]
-    assert all(len(each) == 2 for each in starts) and len(set.union(*starts)) > 2
-    assert len(pids()) == 6 and not any(map(alive, pids()))
+    assert all(len(each) == 2 for each in starts)
+    assert len(set.union(*starts)) > 2
+    assert len(pids()) == 6
+    assert not any(map(alive, pids()))
 
 
 def test_supervisor_gives_up_after_the_last_restart(capfd: Captured) -> None:
@@ -241,7 +247,8 @@ def test_supervisor_gives_up_after_the_last_restart(capfd: Captured) -> None:
     with pytest.raises(RunError, match=r"worker 0 was killed by SIGSEGV.* max_restarts is 1"):
         run(body, max_restarts=1)
     (line,) = capfd.readouterr().out.splitlines()
-    assert "worker 0 was killed by SIGSEGV" in line and "worker 1 ended with exit code 75" in line
+    assert "worker 0 was killed by SIGSEGV" in line
+    assert "worker 1 ended with exit code 75" in line
     assert len(pids()) == 4
 
 
@@ -294,7 +301,8 @@ def test_a_signal_is_passed_on_once_and_nothing_is_started_again() -> None:
     parent = start("Path(f'ready-{index}').write_text('again')\ntime.sleep(600)")
     wait_until(lambda: all(Path(f"ready-{index}").read_text() for index in (0, 1)))
     parent.send_signal(signal.SIGTERM)  # These workers do not handle the signal.
-    assert parent.wait() == 143 and len(pids()) == 4
+    assert parent.wait() == 143
+    assert len(pids()) == 4
 
 
 def test_workers_that_do_not_stop_are_killed_after_a_second_sigint() -> None:
@@ -306,11 +314,13 @@ def test_workers_that_do_not_stop_are_killed_after_a_second_sigint() -> None:
         parent.send_signal(number)
         time.sleep(0.05)
     time.sleep(SAME_SIGNAL)
-    assert parent.poll() is None and not Path("got-0-3").exists()
+    assert parent.poll() is None
+    assert not Path("got-0-3").exists()
     assert Path("got-1-2").read_text() == "2"
     parent.send_signal(signal.SIGINT)
     assert parent.wait() == -signal.SIGINT  # The command converts this to exit code 130.
-    assert not any(map(alive, pids())) and len(pids()) == 2
+    assert not any(map(alive, pids()))
+    assert len(pids()) == 2
 
 
 def test_no_process_is_left_when_the_supervisor_is_killed() -> None:

@@ -127,9 +127,8 @@ def test_serving_hooks_shown_in_documents_work(cli: Cli) -> None:
         assert cli(None, *words[1:], command=words[:1]).code == 0
     np.save("o.npy", np.array(sent, object))
     outcome = cli(None, "--input", "o.npy", command=("predict",))
-    assert (
-        outcome.code == 2 and "o.npy: expected arrays of numbers, strings or bytes" in outcome.err
-    )
+    assert outcome.code == 2
+    assert "o.npy: expected arrays of numbers, strings or bytes" in outcome.err
     exported = tf.saved_model.load("runs/a/export/1").signatures["serving_default"]
     np.testing.assert_array_equal(exported(inputs=tf.constant(sent))["output"], answer)
     with np.load("runs/a/predictions-x.npz") as file:
@@ -239,15 +238,20 @@ def test_host_hooks_see_and_predict_writes_what_does_not_fit(train: Train) -> No
     hooks = tagger(seen)
     state = train(hooks, steps=3, batch_size=4, virtual_devices=2)
     (_, first, ((tokens, _), _)), (_, second, ((dense, _), _)), (_, third, _) = seen
-    assert isinstance(first, tf.RaggedTensor) and first.shape[0] == 4
+    assert isinstance(first, tf.RaggedTensor)
+    assert first.shape[0] == 4
     assert first.row_lengths().numpy().tolist() == [3, 3, 5, 5]
     assert tokens.to_list() == [[1, 2, 3]] * 2 + [[1, 2, 3, 4, 5]] * 2
-    assert isinstance(second, tf.Tensor) and second.shape == (4, 4, 2) and dense.shape == (4, 4)
+    assert isinstance(second, tf.Tensor)
+    assert second.shape == (4, 4, 2)
+    assert dense.shape == (4, 4)
     assert third.row_lengths().numpy().tolist() == [2, 2, 6, 6]
     with np.load(use.predict(hooks, state.config)) as file:
         output, lengths = file["output"], file["output.lengths"]
-    assert output.shape == (12, 6, 2) and lengths.tolist() == LENGTHS
-    assert not output[0, 3:].any() and output[0, :3].all()
+    assert output.shape == (12, 6, 2)
+    assert lengths.tolist() == LENGTHS
+    assert not output[0, 3:].any()
+    assert output[0, :3].all()
 
 
 OWN_MODULES = f"""{small.CALLBACKS}
@@ -350,7 +354,8 @@ def test_hooks_are_imported_as_they_are_now_after_a_run_was_loaded(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     path = list(sys.path)
     ctl_core.load("runs/a")
-    assert "callbacks" not in sys.modules and sys.path == path
+    assert "callbacks" not in sys.modules
+    assert sys.path == path
     Path("callbacks.py").write_text(f"{small.CALLBACKS}\nEDITED = True\n")
     monkeypatch.syspath_prepend(".")
 

@@ -251,12 +251,14 @@ def test_a_resume_takes_the_setting_from_the_record(
     # The record of a checkpoint is enough, even if config.yaml lacks the settings.
     edit_saved_settings(tmp_path / "runs/a", logical_replicas=None, intra_op_threads=None)
     outcome = command(*resume, "--virtual-devices=3")
-    assert outcome.code == 0 and "resuming at step 4" in outcome.out
+    assert outcome.code == 0
+    assert "resuming at step 4" in outcome.out
     compare.assert_same_checkpoint(tmp_path / "runs/a", tmp_path / "runs/whole", 6)
 
     fork = ("train", "--fork=a@4", "--run-name=b", "--steps=6", "--logical-replicas=3")
     outcome = command(*fork)
-    assert outcome.code == 0 and "in 3 logical replicas" in outcome.out
+    assert outcome.code == 0
+    assert "in 3 logical replicas" in outcome.out
     record = read_record(tmp_path / "runs/b/ckpt", 6)
     assert record.logical_replicas == 3
     assert record.intra_op_threads == count_cores()
@@ -310,7 +312,8 @@ def test_a_record_without_the_random_states_is_damaged(
     write_record(folder, record)
     outcome = command("train", "--run-name=a", "--steps=6")
     assert "step 4 is damaged (the states of its random generators" in outcome.out
-    assert outcome.code == 0 and "resuming at step 2" in outcome.out
+    assert outcome.code == 0
+    assert "resuming at step 2" in outcome.out
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def test_a_sum_has_the_same_brackets_on_any_number_of_devices(leaves: int, devic
     sums: dict[Subtree, str] = {}
     for device_leaves in summation_tree.split_leaves(leaves, min(devices, leaves)):
         for root in summation_tree.list_roots(leaves, device_leaves):
-            assert device_leaves.start <= root.start and root.end <= device_leaves.stop
+            assert device_leaves.start <= root.start
+            assert root.end <= device_leaves.stop
             sums[root] = summation_tree.add_up(root, names.get, bracket)
     assert summation_tree.add_up(tree, sums.get, bracket) == expected
 

@@ -321,7 +321,8 @@ def test_killed_while_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         if not was_cut:
             break
     assert fetched == [3] * fetched.count(3) + [4] * fetched.count(4)
-    assert fetched.count(3) > 5 and fetched.count(4) > 2
+    assert fetched.count(3) > 5
+    assert fetched.count(4) > 2
     assert list_saved_steps(Path("there/a/ckpt")) == [4, 3, 1]
 
 
@@ -353,7 +354,8 @@ def test_killed_while_it_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
         fetch_run(CONFIG)
         assert list_saved_steps(ckpt) == [2]
         assert read_files(ckpt, 2) == expected
-        assert list_saved_steps(ckpt / "best") == [1] and is_whole(ckpt / "best", 1)
+        assert list_saved_steps(ckpt / "best") == [1]
+        assert is_whole(ckpt / "best", 1)
         operations += 1
     assert operations > 15
 
@@ -381,7 +383,8 @@ def test_killed_while_it_replaces_a_damaged_checkpoint(monkeypatch: pytest.Monke
         was_cut = cut_copying(Fuse(len(fetched)), monkeypatch)
         fetched.append(fetch())
     assert fetched == [2] * fetched.count(2) + [4] * fetched.count(4)
-    assert fetched.count(2) > 5 and fetched.count(4) > 5
+    assert fetched.count(2) > 5
+    assert fetched.count(4) > 5
     assert list_saved_steps(Path("there/a/ckpt")) == [4, 2]
 
 
@@ -422,7 +425,8 @@ def assert_same_run(run: Path, whole: Path, step: int) -> None:
     """Asserts that two runs have equal checkpoints, bit for bit, and equal metrics."""
     expected = read_values(whole, step)
     actual = read_values(run, step)
-    assert expected.keys() == actual.keys() and len(expected) > 3
+    assert expected.keys() == actual.keys()
+    assert len(expected) > 3
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
     assert (run / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
@@ -450,11 +454,13 @@ def test_run_that_loses_its_machine_is_the_uninterrupted_run(
     assert "mirror" not in out
     Path("runs").rename("whole")
     out = train(cli, "--steps", "10", *settings)
-    assert f"mirror: {address[kind]}/a has no checkpoint yet" in out and "warning" not in out
+    assert f"mirror: {address[kind]}/a has no checkpoint yet" in out
+    assert "warning" not in out
     assert not Path("runs/a", mirror.STAGING).exists()
     lose_machine()
     out = train(cli, "--steps", "20")
-    assert "fetching the checkpoint of step 10" in out and "resuming at step 10" in out
+    assert "fetching the checkpoint of step 10" in out
+    assert "resuming at step 10" in out
     assert "warning" not in out
     assert_same_run(Path("runs/a"), Path("whole/a"), 20)
     assert read_event_steps(Path("runs/a")) == list(range(1, 21))
@@ -493,7 +499,8 @@ def test_only_training_reads_the_mirror(cli: Cli, tmp_path: Path) -> None:
     train(cli, "--steps", "10", "--mirror", "m")
     outcome = cli(None, command=fork)
     assert "fork: that run used --mirror m, but this one does not" in outcome.out
-    assert outcome.code == 0 and not Path("m/b").exists()
+    assert outcome.code == 0
+    assert not Path("m/b").exists()
 
 
 @pytest.mark.usefixtures("place")
@@ -504,7 +511,8 @@ def test_train_from_python_fetches() -> None:
     ctl_core.train(hooks, config)
     lose_machine()
     state = ctl_core.train(hooks, dataclasses.replace(config, steps=6))
-    assert state.step == 6 and "resuming at step 4" in Path("runs/a/train.log").read_text()
+    assert state.step == 6
+    assert "resuming at step 4" in Path("runs/a/train.log").read_text()
 
 
 def test_mirror_needs_a_place_and_a_name(cli: Cli, tmp_path: Path) -> None:
@@ -733,7 +741,8 @@ def test_end_waits_for_the_copy_and_ctrl_c_leaves_it(
     monkeypatch.setattr(Console, "say", press_ctrl_c)
     out = train(cli, "--steps", "5", "--mirror", "m")
     assert "warning: mirror: the copy to m/a was interrupted" in out
-    assert list_saved_steps(Path("runs/a/ckpt")) == [5] and list_saved_steps(Path("m/a/ckpt")) == []
+    assert list_saved_steps(Path("runs/a/ckpt")) == [5]
+    assert list_saved_steps(Path("m/a/ckpt")) == []
     is_free.set()
     for thread in threading.enumerate():
         if thread.name == "mirror":  # It must end before the next test changes the folder.
@@ -755,18 +764,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
 
+def fill(path: Path) -> None:
+    """Writes to a file until writing fails."""
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+
+
 @pytest.mark.slow
 def test_mirror_out_of_space_keeps_what_it_has(cli: Cli, tmp_path: Path, small_disk: Path) -> None:
     (tmp_path / "callbacks.py").write_text(HOOKS)
     (tmp_path / "config.yaml").write_text(f"mirror: {small_disk}\n")
     train(cli, "--steps", "5")
     assert list_saved_steps(small_disk / "a/ckpt") == [5]
-    with (
-        (small_disk / "fill").open("wb", buffering=0) as file,
-        pytest.raises(OSError, match="No space"),
-    ):
-        while True:
-            file.write(bytes(1024))
+    with pytest.raises(OSError, match="No space"):
+        fill(small_disk / "fill")
     out = train(cli, "--steps", "20")
     assert out.count("No space left on device") == 1, out
     assert f"could not be copied to {small_disk}/a: 3." in out
@@ -840,6 +852,7 @@ def test_cluster_that_loses_its_machines(tmp_path: Path) -> None:
     assert start(tmp_path, "--steps=20", "--workers=2").wait(600) == 0
     log = (tmp_path / "log").read_text()
     assert log.count("fetching the checkpoint") == 2
-    assert "resuming at step 10" in log and "resuming at step 15" in log
+    assert "resuming at step 10" in log
+    assert "resuming at step 15" in log
     assert_same_run(runs / "a", tmp_path / "whole" / "a", 20)
     assert json.loads((runs / "a/metrics.jsonl").read_text().splitlines()[0])["step"] == 1

@@ -48,7 +48,8 @@ def test_output_that_can_be_written_is_the_stream() -> None:
     with os.fdopen(read_end) as reader, os.fdopen(write_end, "w") as stream:
         output = DroppableOutput(stream)
         print("a line", file=output, flush=True)  # type: ignore[call-overload]
-        assert reader.readline() == "a line\n" and not output.isatty()
+        assert reader.readline() == "a line\n"
+        assert not output.isatty()
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
@@ -88,11 +89,14 @@ def test_a_note_has_its_letters_in_any_locale() -> None:
 
 def test_run_is_locked_until_it_is_released(tmp_path: Path) -> None:
     lock = lock_run(tmp_path)
-    assert lock is not None and (tmp_path / "pid").read_text() == f"{os.getpid()}\n"
-    assert lock_run(tmp_path) is None and is_run_locked(tmp_path)
+    assert lock is not None
+    assert (tmp_path / "pid").read_text() == f"{os.getpid()}\n"
+    assert lock_run(tmp_path) is None
+    assert is_run_locked(tmp_path)
     assert (tmp_path / "pid").read_text() == f"{os.getpid()}\n"
     release_run(tmp_path, lock)
-    assert not (tmp_path / "pid").exists() and not is_run_locked(tmp_path)
+    assert not (tmp_path / "pid").exists()
+    assert not is_run_locked(tmp_path)
     second = lock_run(tmp_path)
     assert second is not None
     release_run(tmp_path, second)
@@ -103,16 +107,18 @@ def test_run_stays_locked_if_the_file_pid_is_removed(tmp_path: Path) -> None:
     assert lock is not None
     (tmp_path / "pid").unlink()
     assert is_run_locked(tmp_path)
-    assert lock_run(tmp_path) is None and not (tmp_path / "pid").exists()
+    assert lock_run(tmp_path) is None
+    assert not (tmp_path / "pid").exists()
     release_run(tmp_path, lock)
     again = lock_run(tmp_path)
-    assert again is not None and (tmp_path / "pid").read_text() != ""
+    assert again is not None
+    assert (tmp_path / "pid").read_text() != ""
     release_run(tmp_path, again)
 
 
 def test_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("kept")
     (tmp_path / "pid").symlink_to(tmp_path / "other")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="pid"):
         lock_run(tmp_path)
     assert (tmp_path / "other").read_text() == "kept"

@@ -28,14 +28,16 @@ def test_folder_whose_name_is_a_pattern_is_refused(
     for more in ([], ["--mirror=m"], ["--workers=2"], ["--background"], ["--check"]):
         outcome = cli(None, *flags, "--runs-dir", name, *more, command=["train"])
         refused(outcome, "runs_dir: ", *words)
-    assert not Path(name).exists() and not Path("m").exists()
+    assert not Path(name).exists()
+    assert not Path("m").exists()
     project = tmp_path / name
     project.mkdir()
     (project / "callbacks.py").write_text(small.CALLBACKS)
     monkeypatch.chdir(project)
     before = small.read_files(project)
     refused(cli(None, *flags, command=["train"]), "runs_dir: ", *words)
-    assert small.read_files(project) == before and not (project / "runs").exists()
+    assert small.read_files(project) == before
+    assert not (project / "runs").exists()
 
 
 def test_runs_in_such_a_folder_are_neither_read_nor_called_damaged(

@@ -108,7 +108,8 @@ def test_data_are_read_in_the_order_of_a_plain_loop(
     expected = [next(batches) for _ in range(14)]
     assert read("parts", 4, 7, 14) == expected
     passes = read("epochs", 0, steps=None, epochs=2)
-    assert len(passes) >= 6 and passes == expected[: len(passes)] + passes[14:]
+    assert len(passes) >= 6
+    assert passes == expected[: len(passes)] + passes[14:]
 
 
 def test_every_evaluation_reads_the_same(train: Train) -> None:

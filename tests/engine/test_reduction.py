@@ -288,9 +288,11 @@ def test_losses_that_are_no_means_train(
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warnings) == (name == "a root"), warnings
     for warning in warnings:
-        assert "create_loss (test_reduction.py" in warning and "the whole batch" in warning
+        assert "create_loss (test_reduction.py" in warning
+        assert "the whole batch" in warning
         assert "divided by the global batch size, 16" in warning
-        assert "one number per example" in warning and "all_gather" in warning
+        assert "one number per example" in warning
+        assert "all_gather" in warning
 
 
 def test_search_for_means_changes_nothing(train: Train) -> None:

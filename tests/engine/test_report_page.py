@@ -42,12 +42,16 @@ def test_a_report_replaces_the_one_before_with_its_chart(tmp_path: Path) -> None
     page.write_text("before\n<!-- bench cpu -->\nold\n<!-- /bench cpu -->\nafter\n")
     put_into(page, "cpu", parse_printed(print_plainly(results, ["a note, " + "long " * 60])))
     text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
     assert "| mlp | 1 | 50 | 110 |  | 400 | 120 |" in text
     assert "| lstm | 1 | 50 | 900 | 200 | 1300 |  |" in text
     assert "| first step | 1 |  | 2.50 |  |  |  |" in text
     assert "| mlp: Keras fit / engine | ≥4.50 | 3.64 | 3.48–3.82 |" in text
-    assert "Memory of a run: 600 MiB" in text and re.search("^a note, long", text, re.M)
+    assert "Memory of a run: 600 MiB" in text
+    assert re.search("^a note, long", text, re.M)
     chart = (tmp_path / "pictures" / "times-cpu.svg").read_text()
-    assert "110 µs, 0.28 of fit" in chart and "200 µs, 0.15 of fit" in chart
+    assert "110 µs, 0.28 of fit" in chart
+    assert "200 µs, 0.15 of fit" in chart
     assert "exact" not in chart

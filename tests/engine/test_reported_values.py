@@ -64,7 +64,8 @@ def test_vectors_are_reported_by_entry_and_matrices_to_after_eval(
     state = train(hooks, keep_best="spread/half:max", **settings)
     assert len(seen) == 2
     for values in seen:
-        assert values["confusion"].shape == (2, 2) and values["confusion"].sum() == 37
+        assert values["confusion"].shape == (2, 2)
+        assert values["confusion"].sum() == 37
         np.testing.assert_array_equal(values["read"], values["confusion"])
         assert [values[f"spread/counts/{i}"] for i in range(3)] == [37.0, 74.0, 111.0]
         assert values["spread/half"] == 18.5
@@ -94,7 +95,8 @@ def test_names_of_results_follow_from_their_shapes() -> None:
     assert name_scalars("a", {"x": tf.zeros([]), "y": tf.zeros(2)}) == ["a/x", "a/y/0", "a/y/1"]
     assert name_scalars("a", tf.zeros([2, 2])) == []
     results = read_results({"c": Confusion(), "m": keras.metrics.Mean()})
-    assert results.scalars == {"m": 0.0} and results.arrays["c"].shape == (2, 2)
+    assert results.scalars == {"m": 0.0}
+    assert results.arrays["c"].shape == (2, 2)
 
 
 def read_tensorboard(folder: Path) -> list[int]:

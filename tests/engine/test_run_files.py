@@ -96,7 +96,8 @@ def test_folders_of_a_run_may_be_links_and_hooks_change_the_folder(
     ctl("train", "--run-name", "a", "--steps", "6")
     monkeypatch.chdir(project)
     ctl("predict", "--output", "here.npz")
-    assert (project / "here.npz").exists() and before == sorted(os.listdir("experiments"))
+    assert (project / "here.npz").exists()
+    assert before == sorted(os.listdir("experiments"))
     assert all((project / place).is_symlink() for place in places)
     assert_trained("a", step=6)
 
@@ -117,9 +118,11 @@ def test_changed_or_missing_callbacks_file_is_reported(
     assert value
     gan.write_text(HALF.replace("HALF *", "3 *"))
     out = ctl("evaluate")
-    assert out.count(f"{' '.join(copy)} uses the old one") == 1 and value.group() not in out
+    assert out.count(f"{' '.join(copy)} uses the old one") == 1
+    assert value.group() not in out
     out = ctl("evaluate", *copy)
-    assert value.group() in out and "has changed since" not in out
+    assert value.group() in out
+    assert "has changed since" not in out
     shutil.copytree("runs/gan", "runs/on")
     out = ctl("train", "--run-name", "on", "--steps", "5")
     assert out.count("the run continues with the current file") == 1
@@ -233,7 +236,8 @@ def test_a_run_of_another_process_that_is_killed_and_started_again() -> None:
     trainer = start("train", *flags)
     assert trainer.wait(600) == 0
     out, _ = watcher.communicate(timeout=600)
-    assert watcher.returncode == 0 and "live: has ended; checkpoints evaluated: " in out
+    assert watcher.returncode == 0
+    assert "live: has ended; checkpoints evaluated: " in out
     assert [line["step"] for line in lines("live")] == list(range(20, 301, 20))
     expected = {line["step"]: line for line in lines("live", "metrics.jsonl", "eval")}
     assert close(lines("live"), [expected[step] for step in range(20, 301, 20)])

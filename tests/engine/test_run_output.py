@@ -40,7 +40,8 @@ class Heard(ctl_core.Listener):
         self.calls: list[tuple[Any, ...]] = []
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> None:
-        assert (folder / "config.yaml").exists() and (folder / "env.json").exists()
+        assert (folder / "config.yaml").exists()
+        assert (folder / "env.json").exists()
         self.calls.append(("start", folder.name, config["batch_size"], step))
 
     def values(self, step: int, split: str, values: dict[str, float]) -> None:
@@ -130,7 +131,8 @@ def test_listener_that_raises_is_dropped_with_one_warning(
     for line in warnings:
         assert line.startswith("warning: listener: ctl_core.run.listeners.Listener: ")
         assert line.endswith("; training continues without it.")
-    assert len(warnings) >= 2 and sorted(raised) == sorted(methods)
+    assert len(warnings) >= 2
+    assert sorted(raised) == sorted(methods)
     assert heard.calls[-1] == ("end", 6, "done")
     alone = train(hooks_that_report(), steps=6, learning_rate=state.config.learning_rate)
     assert_weights(state, alone, rtol=0)
@@ -142,7 +144,9 @@ def test_listener_of_the_settings_hears_the_lines_of_metrics_jsonl(cli: Cli) -> 
     Path("config.yaml").write_text(f"listener: {__name__}.Heard\n")
     assert cli(source, "--eval-every", "5").code == 0
     start, *values, end = (call for call in Heard.instances[-1].calls if call[0] != "saved")
-    assert start == ("start", "a", 8, 0) and end == ("end", 10, "done") and len(values) == 4
+    assert start == ("start", "a", 8, 0)
+    assert end == ("end", 10, "done")
+    assert len(values) == 4
     lines = map(json.loads, Path("runs/a/metrics.jsonl").read_text().splitlines())
     assert values == [(line.pop("split"), line.pop("step"), line) for line in lines]
     assert cli(None, "--steps", "12").code == 0, "the run's own settings have it"
@@ -325,7 +329,8 @@ def test_the_hparams_page_has_the_last_settings_of_a_run(train: Train) -> None:
     assert start.group_name == "a"
     assert {"steps", "ema", "hparams.width", "hparams.of.kinds"} <= {*values}
     assert not {"seed", "run_name"} & {*values}
-    assert values["steps"].number_value == 4 and values["hparams.width"].number_value == 8
+    assert values["steps"].number_value == 4
+    assert values["hparams.width"].number_value == 8
     assert values["hparams.of.kinds"].string_value == '["a"]'
 
 
@@ -357,9 +362,11 @@ def test_the_progress_line_stays_within_the_terminal(width: int) -> None:
         console.advance(step)
     console.stop()
     lines = screen(written.getvalue())
-    assert lines and max(map(len, lines)) <= width
+    assert lines
+    assert max(map(len, lines)) <= width
     if width >= 40:
-        assert lines[-1].startswith("step 1000/1000") and "loss 0.001" in lines[-1]
+        assert lines[-1].startswith("step 1000/1000")
+        assert "loss 0.001" in lines[-1]
     if width >= 200:
         assert f"loss 0.001  {LONG} 1.235e+04" in lines[-1], "no markup, no emoji"
 
@@ -377,7 +384,8 @@ def test_a_narrow_terminal_has_no_bar_and_then_fewer_words() -> None:
     text = "step 300/600  epoch 3/6  loss 0.2247  145 steps/s  0:12  0:24 left"
     assert str(line) == text
     full = line.fit(140)
-    assert "━" * 20 + "─" * 20 in full and full.replace("━" * 20 + "─" * 20 + "  ", "") == text
+    assert "━" * 20 + "─" * 20 in full
+    assert full.replace("━" * 20 + "─" * 20 + "  ", "") == text
     assert line.fit(len(text) + 12).count("━") == line.fit(len(text) + 12).count("─") == 5
     assert line.fit(len(text)) == text
     assert line.fit(len(text) - 1) == text.replace("  0:12", "")
@@ -399,7 +407,8 @@ def test_messages_appear_above_the_progress_line_as_they_are() -> None:
     warning = f"warning: {LONG} and then some more words than the terminal has columns"
     assert lines.count(warning) == 1
     assert "step 5/10  eval: accuracy 0.5  in 0.1 s" in lines
-    assert lines[-1] == "done" and lines[-2].startswith("step 10/10")
+    assert lines[-1] == "done"
+    assert lines[-2].startswith("step 10/10")
 
 
 def test_show_step_prints_what_the_engine_does_not_show(capfd: pytest.CaptureFixture[str]) -> None:
@@ -433,7 +442,8 @@ def test_many_values_can_be_kept_from_the_console() -> None:
     console.advance(5)
     console.stop()
     last = screen(written.getvalue())[-1]
-    assert "loss 2  c 1  d 1  e 1  f 1" in last and "hidden" not in last
+    assert "loss 2  c 1  d 1  e 1  f 1" in last
+    assert "hidden" not in last
     assert heard[-1] == ("values", 5, "train", {"hidden": 3.0})
 
 
@@ -444,7 +454,9 @@ def test_console_prints_few_lines_into_a_pipe(
     every_steps = ctl_core.hooks.defaults.every_steps
     state = train(make_hooks(every_steps=every_steps), steps=40)
     out, err = capfd.readouterr()
-    assert err == "" and "\x1b" not in out and "\r" not in out
+    assert err == ""
+    assert "\x1b" not in out
+    assert "\r" not in out
     first, parameters, *others = out.splitlines()
     assert "training, to step 40, batch size 16, 1 replica on CPU" in first
     assert "parameters to train" in parameters

@@ -174,10 +174,12 @@ def test_a_second_training_is_refused_at_once(train_small: engine.Train) -> None
 
     state = train_small(small.hooks(at_step={2: train_another}), run_name="first")
     compare.assert_close(state.train_model.weights, small.plain(6).weights)
-    assert len(refusals) == 2 and {type(refusal) for refusal in refusals} == {ctl_core.SetupError}
+    assert len(refusals) == 2
+    assert {type(refusal) for refusal in refusals} == {ctl_core.SetupError}
     for message in map(str, refusals):
         assert message.startswith("ctl.train: this process is training first already")
-        assert "each run in a process of its own" in message and "\n" not in message
+        assert "each run in a process of its own" in message
+        assert "\n" not in message
     assert not (state.run_dir.parent / "second").exists()
     second = train_small(small.hooks(), run_name="second")
     compare.assert_close(second.train_model.weights, small.plain(6).weights)
@@ -270,8 +272,10 @@ def test_a_file_that_loads_its_own_run_is_refused_in_one_line(
     (tmp_path / "old.py").write_text(small.CALLBACKS)
     file.write_text(f'{small.CALLBACKS}\nTEACHER = ctl_core.load("runs/a")  # here\n')
     outcome = command(*words, "--run-name=b")
-    assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert outcome.err.count("callbacks.py:") == 1 and "--init-from" in outcome.err
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1
+    assert outcome.err.count("callbacks.py:") == 1
+    assert "--init-from" in outcome.err
     assert engine.locate(file.read_text())[0] in outcome.err
 
     file.write_text(f"{small.CALLBACKS}\n{TEACHER}")

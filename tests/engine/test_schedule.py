@@ -120,7 +120,8 @@ def test_an_epoch_is_a_pass_over_the_data(train: Train) -> None:
     assert evaluated(state.run_dir) == [6, 12, 18, 24, 26]
     assert saved(state.run_dir) == [12, 24, 26]
     again = train(hooks(), epochs=5, steps=None, **more)
-    assert evaluated(again.run_dir)[-1] == 30 and saved(again.run_dir)[-1] == 30
+    assert evaluated(again.run_dir)[-1] == 30
+    assert saved(again.run_dir)[-1] == 30
 
 
 @pytest.mark.parametrize("epochs", [10**9, 2**60])
@@ -163,7 +164,8 @@ def test_saving_by_the_clock_changes_no_bit(
         for steps in (17, 40):
             state = train(hooks(), steps=steps, ckpt_every="1min")
     tensors = saved(state.run_dir)
-    assert len(tensors) > 4 and any(step not in (17, 40) for step in tensors)
+    assert len(tensors) > 4
+    assert any(step not in (17, 40) for step in tensors)
     assert_weights(state, plain)
 
     more: dict[str, Any] = {"run_name": "limited", "steps": 40}
@@ -171,14 +173,16 @@ def test_saving_by_the_clock_changes_no_bit(
         patch.setattr(trainer, "MOST_STEPS", 2)
         patch.setattr(schedule, "time", Clock(20.0))
         state = train(hooks(), max_time="1m30s", **more)
-    assert state.stopped_by == signal.SIGTERM and 0 < state.step < 40
+    assert state.stopped_by == signal.SIGTERM
+    assert 0 < state.step < 40
     assert saved(state.run_dir) == [state.step]
     printed = capsys.readouterr().out
     assert "max_time is over." in printed
     assert f"stopped by SIGTERM, saved: step {state.step}; " in printed
     assert "  ./train.sh --run-name limited  # resumes it\n" in printed
     rest = train(hooks(), max_time="1h", **more)
-    assert rest.step == 40 and rest.stopped_by is None
+    assert rest.step == 40
+    assert rest.stopped_by is None
     assert_weights(rest, plain)
 
 
@@ -291,7 +295,8 @@ def test_a_curve_that_another_learning_rate_scales_is_no_jump(
     train(small.hooks(), steps=8, run_name="a", learning_rate=RATE, **more)
     train(small.hooks(), steps=8, run_name="b", fork="a@4", learning_rate=RATE / 2, **more)
     out = capsys.readouterr().out
-    assert "learning_rate is 0.1 from now on." in out and "jumps" not in out
+    assert "learning_rate is 0.1 from now on." in out
+    assert "jumps" not in out
 
 
 def test_schedule_of_create_opt_overrides_the_setting(

@@ -179,7 +179,8 @@ TEXTS: dict[str, Any] = {
 def test_hparams_are_read_alike_everywhere_and_read_back_equal(text: str) -> None:
     plain = Config(hparams={"x": TEXTS[text]})
     resolved = resolve("--hparams.x", text, config="")
-    assert resolved == plain and type(resolved.hparams["x"]) is type(TEXTS[text])
+    assert resolved == plain
+    assert type(resolved.hparams["x"]) is type(TEXTS[text])
     write_config(plain, Path("config.yaml"))
     assert resolve() == load_config("config.yaml") == plain
     if text != "[not yaml":
@@ -284,13 +285,16 @@ def test_lists_of_patterns_are_read_and_written(folder: Path) -> None:
     assert resolve(config=below, CTL_INIT_SKIP="[a/*, '*b']").init_skip == ["a/*", "*b"]
     assert resolve("--init-skip=null", config=below).init_skip is None
     alone = refuse("--init-skip=head/*", config="")
-    assert alone.startswith("init_skip: ") and "init_from" in alone and "\n" not in alone
+    assert alone.startswith("init_skip: ")
+    assert "init_from" in alone
+    assert "\n" not in alone
 
 
 def test_settings_from_python_are_converted_and_checked() -> None:
     resolved = Config(steps=np.int64(3), learning_rate=np.float32(0.5), runs_dir=Path("x"))  # type: ignore[arg-type]
     assert resolved == Config(steps=3, learning_rate=0.5, runs_dir="x")
-    assert type(resolved.steps) is int and type(resolved.runs_dir) is str
+    assert type(resolved.steps) is int
+    assert type(resolved.runs_dir) is str
     with pytest.raises(
         SetupError, match=r"^fork and init_from: set only one of the two, got a and b."
     ):
@@ -321,7 +325,8 @@ def test_commands_use_a_run_with_its_saved_settings() -> None:
     expected = dataclasses.replace(saved, debug=False, workers=1)
     for words in (["old"], ["--run-name", "old"]):
         command = use(*words, "--checkpoint", "3")
-        assert command.config == expected and command.run == Path("runs/old")
+        assert command.config == expected
+        assert command.run == Path("runs/old")
         assert command.options["checkpoint"] == 3
     assert use().config == dataclasses.replace(expected, run_name="new")
     assert use(CTL_RUN_NAME="old").config == expected
@@ -402,7 +407,8 @@ def test_help_shows_the_flags_of_a_command(
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert ("CTL_BATCH_SIZE" in shown) == bool(COMMANDS[command].settings)
-    assert "default: null" not in shown and len(shown.splitlines()) < 100
+    assert "default: null" not in shown
+    assert len(shown.splitlines()) < 100
     names = {*COMMANDS[command][1], *COMMANDS[command][2]} - {"hparams"}
     flags = {*re.findall(r"^  --([a-z-]+)", shown, re.MULTILINE)}
     assert flags == {name.replace("_", "-") for name in names}
@@ -447,5 +453,6 @@ def test_unknown_settings_of_a_run_are_refused_except_those_of_earlier_engines()
 )
 def test_a_name_that_is_no_folder_is_refused_with_the_reason(name: str, problem: str) -> None:
     message = refuse(f"--run-name={name}")
-    assert message.startswith("run_name: ") and problem in message
+    assert message.startswith("run_name: ")
+    assert problem in message
     assert "the name becomes a folder in runs_dir" in message

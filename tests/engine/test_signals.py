@@ -75,7 +75,8 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
         stopped = train(hooks, steps=12, run_name=during, **SETTINGS)
         assert (stopped.step, stopped.stopped_by) == (stops_at, number)
         resumed = train(hooks, steps=12, run_name=during, **SETTINGS)
-        assert resumed.step == 12 and resumed.stopped_by is None
+        assert resumed.step == 12
+        assert resumed.stopped_by is None
         assert_weights(resumed, whole, rtol=0)
         metrics, expected = (state.run_dir / "metrics.jsonl" for state in (resumed, whole))
         assert metrics.read_text() == expected.read_text()
@@ -98,7 +99,8 @@ def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(
     with pytest.raises(KeyboardInterrupt):
         train(hooks, steps=12, **SETTINGS)
     log = (tmp_path / "runs/run/train.log").read_text()
-    assert log.count("ERROR interrupted") == 1 and "Traceback" not in log
+    assert log.count("ERROR interrupted") == 1
+    assert "Traceback" not in log
     state = train(hooks, steps=12, **SETTINGS)
     assert state.step == 12
     steps = [json.loads(x)["step"] for x in (state.run_dir / "metrics.jsonl").open()]
@@ -128,7 +130,8 @@ def test_a_process_that_is_forked_off_a_run_ends_by_a_signal() -> None:
         assert started.wait(60)
         child.terminate()
         child.join(60)
-        assert child.exitcode == -signal.SIGTERM and not received.numbers
+        assert child.exitcode == -signal.SIGTERM
+        assert not received.numbers
 
 
 # A module that every command imports at its beginning, and hooks.
@@ -170,7 +173,8 @@ def test_a_signal_during_the_start_ends_the_process(
     assert process.stdout.readline() == "there\n"
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, err.count("\n")) == (code, 1) and err.startswith(said)
+    assert (process.returncode, err.count("\n")) == (code, 1)
+    assert err.startswith(said)
 
 
 @pytest.mark.cluster

@@ -219,7 +219,8 @@ def test_a_fork_has_other_settings_and_the_best_of_the_other(
     for folder in (at_once, at_once / "best"):
         assert [path.name for path in folder.glob("engine/*.json")] == ["ckpt-6.json"]
     printed = "".join(capfd.readouterr())
-    assert "continues from" in printed and "learning_rate is 0.5 from now on" in printed
+    assert "continues from" in printed
+    assert "learning_rate is 0.5 from now on" in printed
 
 
 REFUSED: dict[str, dict[str, Any]] = {

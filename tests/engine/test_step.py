@@ -226,7 +226,8 @@ def test_a_run_is_used_in_its_own_precision(cli: Cli) -> None:
         assert cli(None, command=(command,)).code == 0
     with np.load("runs/a/predictions.npz") as predictions:
         output = predictions["output"]
-    assert output.dtype == np.float32 and output.shape == (37, 1)
+    assert output.dtype == np.float32
+    assert output.shape == (37, 1)
     loaded = tf.saved_model.load("runs/a/export/1")
     served = loaded.serve(tf.constant(small.data()[0][-37:]))
     assert served.dtype == tf.float32
@@ -256,7 +257,8 @@ def test_splitting_a_run_into_calls_changes_no_bit(
     monkeypatch.setattr(prefetch, "UNIT_BYTES", unit * FEW * (FEATURES + 1) * 4 or 1)
     for stop in (4, 10, 11, 23):
         cut = train(make_hooks(**hooks, every_steps=every), steps=stop, run_name="cut", **settings)
-    assert cut.data.unit == unit and whole.data.unit > unit
+    assert cut.data.unit == unit
+    assert whole.data.unit > unit
     variables = zip(cut.recording.variables.items(), whole.recording.variables.items(), strict=True)
     for (name, value), (_, expected) in variables:
         np.testing.assert_array_equal(value.numpy(), expected.numpy(), err_msg=name)

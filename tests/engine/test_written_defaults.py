@@ -204,7 +204,8 @@ def test_defaults_give_the_same_run(
     """The run is the same if all defaults are copied or refactored, in a program with metrics."""
     expected = run(tmp_path / "left_out", capsys, devices, {})
     text = "\n".join(expected.lines)
-    assert "update_pre received NaN in gradients in" in text and "error" in text
+    assert "update_pre received NaN in gradients in" in text
+    assert "error" in text
     for variant in (WRITTEN, REFACTORED):
         hooks = {name: source for name, source in variant.items() if name not in METRICS}
         folder = tmp_path / ("written" if variant is WRITTEN else "refactored")
@@ -263,4 +264,5 @@ def test_defaults_trace_to_the_same_ops(name: str, tmp_path: Path) -> None:
                 train_model=model,
             )
         ops.append([operation.type for operation in graph.get_operations()])
-    assert ops[0] == ops[1] and sorted(ops[0]) == sorted(ops[2])
+    assert ops[0] == ops[1]
+    assert sorted(ops[0]) == sorted(ops[2])

@@ -119,4 +119,5 @@ def test_mistake_is_one_line_that_names_hook_and_file(train: Train) -> None:
     with pytest.raises(ctl_core.CtlError) as caught:
         train(create_hooks(create_loss=create_mean), steps=1, **SETTINGS)
     message = str(caught.value)
-    assert message.startswith("create_loss (test_weights.py:") and "\n" not in message
+    assert message.startswith("create_loss (test_weights.py:")
+    assert "\n" not in message

@@ -94,7 +94,8 @@ def assert_frechet(run: Path) -> None:
         real = file["images"][file["test"]] / 16.0
     with np.load(run / "predictions.npz") as file:
         generated = file["output"]
-    assert generated.shape == (359, 8, 8, 1) and 0.0 <= generated.min() < generated.max() <= 1.0
+    assert generated.shape == (359, 8, 8, 1)
+    assert 0.0 <= generated.min() < generated.max() <= 1.0
     real, generated = (images.reshape(359, 64).astype("float64") for images in (real, generated))
     a, b = np.cov(real.T, bias=True), np.cov(generated.T, bias=True)
     shared = np.sqrt(np.linalg.eigvals(a @ b).astype(complex)).real.sum()
@@ -142,7 +143,8 @@ def test_the_loss_is_that_of_all_pairs_of_views(cli: Cli, tmp_path: Path) -> Non
     hparams = {"width": 4, "labels": 100, "temperature": 0.2, "contrast": 1.0}
     data = hooks.create_dataset(256, SimpleNamespace(seed=0), hparams)
     views, labels = next(iter(data))
-    assert views.shape == (256, 2, 8, 8, 1) and 0.0 <= np.min(views) < np.max(views) <= 1.4
+    assert views.shape == (256, 2, 8, 8, 1)
+    assert 0.0 <= np.min(views) < np.max(views) <= 1.4
     assert np.abs(views[:, 0] - views[:, 1]).mean() > 0.05
     assert 0 < np.sum(labels >= 0) < 60  # 100 of 1438 examples are labeled
     batch = views[:8], labels[:8]

@@ -51,7 +51,8 @@ def test_pictures_and_their_changes(example: Example) -> None:
     hooks = runpy.run_path(str(example.folder / "callbacks.py"))
     config = ctl_core.Config(steps=1, hparams={"width": 4, "decay": 0.0005, "smoothing": 0.1})
     pictures, labels = hooks["load_pictures"]("test")
-    assert pictures.shape == (24, 32, 32, 3) and labels.dtype == tf.int64
+    assert pictures.shape == (24, 32, 32, 3)
+    assert labels.dtype == tf.int64
     for picture, label in zip(pictures.numpy(), labels.numpy(), strict=True):
         bright = picture[3 * label : 3 * label + 4, :, label % 3]
         assert bright.min() >= 150 > np.delete(picture, label % 3, axis=-1).max()
@@ -74,7 +75,8 @@ def test_pictures_and_their_changes(example: Example) -> None:
 
     model = hooks["create_model"](config.hparams)
     (decayed, kernels), (_, others) = hooks["create_opt"](0.1, model, config.hparams)
-    assert decayed.weight_decay == 0.0005 and {v.name for v in kernels} == {"kernel"}
+    assert decayed.weight_decay == 0.0005
+    assert {v.name for v in kernels} == {"kernel"}
     assert {"mixture", "gamma", "beta", "bias"} == {v.name for v in others}
     assert len(kernels) + len(others) == len(model.trainable_variables)
     pooling = next(layer for layer in model.layers if type(layer).__name__ == "MixedPooling")
@@ -93,7 +95,8 @@ def test_example_is_trained_killed_resumed_and_served(example: Example) -> None:
     numbers = example.numbers("whole")
     group = "optimizer/optimizers/1/_trainable_variables"
     mixtures = [value for name, value in numbers.items() if group in name and value.shape == ()]
-    assert len(mixtures) == 3 and all(mixtures)  # the initial values are 0
+    assert len(mixtures) == 3
+    assert all(mixtures)
 
 
 # ---- fashion_mnist, compared with the loop of TensorFlow's tutorial ------------------------------

@@ -108,7 +108,8 @@ def test_writing_goes_on_byte_by_byte(hooks: Any) -> None:
             rows["piece"][0, -len(last) :] = 1
             rows["place"][0, -len(last) :] = np.arange(len(last))
             text += bytes([int(model(rows)[0, -1].numpy().argmax())])
-        assert text.endswith(whole) and len(whole) == 6
+        assert text.endswith(whole)
+        assert len(whole) == 6
 
 
 @pytest.mark.slow
@@ -119,4 +120,5 @@ def test_example_is_trained_killed_resumed_and_served(cli: Cli, tmp_path: Path) 
     line = "step 1500: The for statement of the class’s except argument value. It attribute"
     assert_lives(example, inputs, atol=1e-4, written=[line])
     written = ctl_core.load(tmp_path / "runs" / "whole")(["def f(x):"])
-    assert written.dtype == tf.string and len(written[0].numpy()) == 3
+    assert written.dtype == tf.string
+    assert len(written[0].numpy()) == 3

@@ -55,6 +55,7 @@ def read_checkpoint(run: Path, step: int, subfolder: str = "") -> dict[str, np.n
 def assert_same_checkpoint(run: Path, other: Path, step: int) -> None:
     """Asserts that the checkpoints of two runs at a step are equal bit for bit."""
     saved, expected = (read_checkpoint(folder, step) for folder in (run, other))
-    assert saved.keys() == expected.keys() and len(saved) > 1
+    assert saved.keys() == expected.keys()
+    assert len(saved) > 1
     for key, value in expected.items():
         np.testing.assert_array_equal(saved[key], value, err_msg=key)

@@ -95,7 +95,7 @@ def commands_here(
         sys.modules.pop("callbacks", None)
         linecache.clearcache()
         capfd.readouterr()
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:  # noqa: PT012
             patch.setattr(sys, "argv", ["ctl_core", *words])
             for name, value in environ.items():
                 patch.setenv(name, value)

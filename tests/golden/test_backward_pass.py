@@ -269,7 +269,8 @@ def test_a_gradient_function_with_noise_is_reported_if_the_weight_is_late(
     hooks = weighted_hooks(add_noise, batch_weight=weigh_output)
     state = train(hooks, **small.settings(1, accumulate_steps=2))
     line = f"create_model (test_backward_pass.py:{find_line('stateless_normal')}): the backward"
-    assert state.step == 1 and f"warning: {line}" in capsys.readouterr().out
+    assert state.step == 1
+    assert f"warning: {line}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

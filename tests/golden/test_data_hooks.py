@@ -187,7 +187,8 @@ def test_a_free_order_of_examples_is_reported(
     assert "with deterministic=False, the examples have another order in each run" in out
     ctl_core.check(small.hooks(create_dataset=read), ctl_core.Config(**small.settings(6)))
     out = capsys.readouterr().out
-    assert "the examples have another order" in out and "check: all well" in out
+    assert "the examples have another order" in out
+    assert "check: all well" in out
 
 
 def test_an_element_that_cannot_be_read_is_named(train_small: engine.Train, tmp_path: Path) -> None:
@@ -209,7 +210,8 @@ def test_an_element_that_cannot_be_read_is_named(train_small: engine.Train, tmp_
     with pytest.raises(ctl_core.RunError) as raised:
         train_small(small.hooks(create_dataset=read_paths))
     message = str(raised.value)
-    assert "reading the data: " in message and "\n" not in message
+    assert "reading the data: " in message
+    assert "\n" not in message
     expected = (
         f"; the element of '{tmp_path}/077.txt' cannot be read, so repair it or leave it out."
     )

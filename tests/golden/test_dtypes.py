@@ -121,7 +121,8 @@ def test_every_kind_of_dtype_passes_the_check(
     config = ctl_core.Config(**small.settings(4), runs_dir=str(runs), run_name="checked")
     ctl_core.check(hooks, config)
     output = capfd.readouterr().out
-    assert "all well" in output and "15 parameters to train" in output
+    assert "all well" in output
+    assert "15 parameters to train" in output
 
 
 def test_a_complex_weight_that_is_nan_ends_the_run_before_its_checkpoint(

@@ -102,11 +102,14 @@ def test_files_of_a_run(run: Path) -> None:
     # the tools that every environment has.
     _, *packages = (run / "requirements.txt").read_text().splitlines()
     names = {Requirement(package).name.lower() for package in packages}
-    assert f"numpy=={np.__version__}" in packages and {"keras", "pyyaml"} <= names
+    assert f"numpy=={np.__version__}" in packages
+    assert {"keras", "pyyaml"} <= names
     assert not {"ctl-core", "ctl_core", "pip", "setuptools", "wheel"} & names
 
     log = (run / "train.log").read_text()
-    assert "INFO" in log and "step 6/6  eval: loss " in log and "done: step 6" in log
+    assert "INFO" in log
+    assert "step 6/6  eval: loss " in log
+    assert "done: step 6" in log
 
 
 def test_values_of_a_run(run: Path) -> None:
@@ -235,5 +238,6 @@ def test_evaluate_leaves_a_run_as_it_is(run: Path, command: Command) -> None:
         outcome = command("evaluate", "--run-name=a", *words)
         error = small.errors(trained(step)[0])["error"]
         assert (outcome.code, outcome.err) == (0, ""), outcome
-        assert f"step {step}" in outcome.out and f"error {error:.4g}" in outcome.out
+        assert f"step {step}" in outcome.out
+        assert f"error {error:.4g}" in outcome.out
     assert small.read_files(run) == before

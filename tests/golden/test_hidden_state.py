@@ -117,7 +117,8 @@ def test_hidden_state_survives_a_kill(
 def test_variable_that_replicas_would_share_is_refused(train: engine.Train) -> None:
     with pytest.raises(ctl_core.SetupError, match="assigns count") as refused:
         train(hide_outside()[0], **SETTINGS, virtual_devices=2)
-    assert "create_model" in str(refused.value) and "\n" not in str(refused.value)
+    assert "create_model" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("returned", [0, 1])
@@ -145,7 +146,8 @@ def test_written_lookup_table_outside_the_checkpoint_is_refused(
     hooks = small.hooks(create_model=create_model, create_ckpt=create_ckpt, update_pre=update_pre)
     with pytest.raises(ctl_core.SetupError, match="lookup table") as refused:
         train(hooks, **SETTINGS)
-    assert "create_ckpt" in str(refused.value) and "\n" not in str(refused.value)
+    assert "create_ckpt" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 class MixesPast(keras.layers.Layer):
@@ -179,7 +181,8 @@ def test_a_queue_that_steps_use_is_refused(
     hooks = small.hooks(create_model=lambda: small.model_with(MixesPast(queue)))
     with pytest.raises(ctl_core.SetupError, match="QueueDequeueManyV2 keeps values") as refused:
         train(hooks, **SETTINGS, virtual_devices=devices)
-    assert "tf.Variable" in str(refused.value) and "\n" not in str(refused.value)
+    assert "tf.Variable" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 class AddsNext(keras.layers.Layer):
@@ -221,7 +224,8 @@ def test_state_that_may_be_unsaved_is_named_at_each_start(
     for steps in (1, 2):
         train(small.hooks(input_pre=input_pre), **small.settings(steps))
         (line,) = [line for line in capfd.readouterr().out.splitlines() if "do not contain" in line]
-        assert "tf.py_function in input_pre (" in line and "an iterator" in line
+        assert "tf.py_function in input_pre (" in line
+        assert "an iterator" in line
 
 
 class Encoder(tf.Module):
@@ -331,7 +335,9 @@ def test_run_of_engine_0_4_is_refused(tmp_path: Path, command: engine.Command) -
     shutil.copytree(Path(__file__).parent / "run_of_0.4", runs / "old")
     kept = shutil.copytree(runs / "old" / "ckpt", tmp_path / "kept")
     refused = command(*words, "--run-name=old", "--steps=5")
-    assert refused.code == 2 and refused.err.count("\n") == 1 and "--init-from" in refused.err
+    assert refused.code == 2
+    assert refused.err.count("\n") == 1
+    assert "--init-from" in refused.err
     for file in (path for path in kept.rglob("*") if path.is_file()):
         assert (runs / "old/ckpt" / file.relative_to(kept)).read_bytes() == file.read_bytes()
     begun = command(*words, "--run-name=new", "--steps=2", "--init-from=old")
@@ -430,7 +436,8 @@ def test_layer_that_a_host_hook_adds_is_refused_right_after_the_hook(
     with pytest.raises(ctl_core.RunError, match=r"at_step\[2\] \(.* added during") as refused:
         train(hooks, **small.settings(6))
     assert taken == [1, 2]
-    assert "create_model" in str(refused.value) and "\n" not in str(refused.value)
+    assert "create_model" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_layers_that_a_host_hook_may_create(
@@ -454,4 +461,5 @@ def test_layers_that_a_host_hook_may_create(
     state = train(hooks, **small.settings(6))
     compare.assert_close(state.train_model.weights, small.plain(6).weights)
     (warning,) = [line for line in capfd.readouterr().out.splitlines() if "warning" in line]
-    assert "at_step[2]" in warning and "the variable kept" in warning
+    assert "at_step[2]" in warning
+    assert "the variable kept" in warning

@@ -73,7 +73,8 @@ def test_variables_of_a_loss_are_trained_with_an_optimizer_of_their_own(
     compare.assert_close(state.train_model.weights, model.weights)
     compare.assert_close(state.train_loss.weights, loss.weights)
     printed = capsys.readouterr().out
-    assert "60 parameters to train" in printed and "warning" not in printed
+    assert "60 parameters to train" in printed
+    assert "warning" not in printed
 
 
 @pytest.mark.parametrize("trainable", [True, False])
@@ -96,4 +97,6 @@ def test_variables_of_a_loss_that_grad_pre_leaves_out_are_named(
     warnings = [line for line in printed.splitlines() if "proxy_loss/proxies" in line]
     assert len(warnings) == trainable
     for warning in warnings:
-        assert "create_loss" in warning and "grad_pre" in warning and "trainable = False" in warning
+        assert "create_loss" in warning
+        assert "grad_pre" in warning
+        assert "trainable = False" in warning

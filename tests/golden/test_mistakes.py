@@ -291,7 +291,8 @@ def create_dataset():
 
 
 def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
-    assert outcome.code == code and re.fullmatch("error: [^\n]+\n", outcome.err), outcome
+    assert outcome.code == code, outcome
+    assert re.fullmatch("error: [^\n]+\n", outcome.err), outcome
     assert "Traceback" not in outcome.out
     assert len(outcome.err.removeprefix("error: ").split()) <= 30, outcome.err
     for word in words:
@@ -299,7 +300,8 @@ def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
 
 
 def assert_nothing_trained(folder: Path) -> None:
-    assert not list(folder.glob("runs/*/ckpt/ckpt-*")) and not list(folder.glob("runs/*/tb/*"))
+    assert not list(folder.glob("runs/*/ckpt/ckpt-*"))
+    assert not list(folder.glob("runs/*/tb/*"))
     assert not list(folder.glob("runs/*/config.yaml"))
 
 
@@ -362,7 +364,9 @@ def test_a_misspelt_variable_is_a_warning(tmp_path: Path, command: Command) -> N
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     outcome = command("train", *FLAGS, CTL_BATCHSIZE="8")
     (warning,) = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]
-    assert outcome.code == 0 and "CTL_BATCHSIZE" in warning and "'CTL_BATCH_SIZE'" in warning
+    assert outcome.code == 0
+    assert "CTL_BATCHSIZE" in warning
+    assert "'CTL_BATCH_SIZE'" in warning
 
 
 # The contents of callbacks.py, and words of the expected message.
@@ -413,7 +417,9 @@ def test_a_slip_in_the_name_of_an_optional_hook_is_a_warning(
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS + "def grad_prep(loss): pass\n")
     outcome = command("train", *FLAGS)
     (warning,) = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]
-    assert outcome.code == 0 and "grad_prep" in warning and "grad_pre?" in warning
+    assert outcome.code == 0
+    assert "grad_prep" in warning
+    assert "grad_pre?" in warning
 
 
 RUNNING = read_table(
@@ -480,7 +486,9 @@ def test_an_exception_while_training(tmp_path: Path, command: Command, case: str
     (tmp_path / "callbacks.py").write_text(source)
     assert_one_line(command("train", *FLAGS), 1, *locate(source), *words)
     log = (tmp_path / "runs" / "a" / "train.log").read_text()
-    assert "ERROR" in log and "Traceback (most recent call last)" in log
+    assert "ERROR" in log
+    assert "Traceback (most recent call last)" in log
     (tmp_path / "callbacks.py").write_text(small.CALLBACKS)
     outcome = command("train", *FLAGS)
-    assert outcome.code == 0 and "step 4" in outcome.out
+    assert outcome.code == 0
+    assert "step 4" in outcome.out

@@ -98,7 +98,8 @@ def test_on_nan_stops_or_warns_of_a_loss_that_is_not_finite(
         train_small(hooks, on_nan="stop", ckpt_every=2)
     hooks.create_dataset = poison_batch(5)
     warned = train_small(hooks, on_nan="warn", run_name="warned")
-    assert warned.step == 6 and warned.diverged
+    assert warned.step == 6
+    assert warned.diverged
     assert "step 5" in capsys.readouterr().out
 
 

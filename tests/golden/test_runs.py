@@ -54,7 +54,8 @@ def test_a_run_goes_on_by_its_name_with_its_own_settings(project: Path, command:
 
     (project / "config.yaml").write_text("seed: 6\nlearning_rate: 1.0\nhparams: {width: 8}\n")
     outcome = command("train", "--run-name=a", "--steps=7")
-    assert outcome.code == 0 and "step 4" in outcome.out
+    assert outcome.code == 0
+    assert "step 4" in outcome.out
     again = read_settings(run)
     assert again == settings | {"steps": 7}
     outputs, expected = (model(small.data()[0]) for model in (ctl_core.load(run), small.plain(7)))
@@ -160,10 +161,8 @@ def test_a_copied_project_reads_its_own_files(
         path.write_text("1 1 1 1 1 1")
     monkeypatch.chdir(copy)
     (warning, *_) = command("train", *FLAGS, "--steps=9").out.splitlines()
-    assert (
-        "dropping 48 examples, because it may contain paths of files in " in warning
-        and str(original) in warning
-    )
+    assert "dropping 48 examples, because it may contain paths of files in " in warning
+    assert str(original) in warning
     assert command("train", *FLAGS[:2], "--run-name=whole", "--steps=9").code == 0
     compare.assert_same_checkpoint(copy / "runs/a", copy / "runs/whole", 9)
 
@@ -173,7 +172,8 @@ def test_without_a_name_a_run_is_named_by_the_time(project: Path, command: Comma
     for _ in range(2):
         assert command("train", "--steps=1", "--batch-size=16").code == 0
     names = [path.name for path in (project / "runs").iterdir()]
-    assert len(names) == 2 and all(name[:8].isdigit() for name in names)
+    assert len(names) == 2
+    assert all(name[:8].isdigit() for name in names)
 
 
 @pytest.mark.slow
@@ -213,7 +213,9 @@ at_step = {2: start_another}
     done = engine.command(project, "train", *FLAGS, "--steps=4")
     assert (done.returncode, done.stderr) == (0, "")
     code, message = (project / "second").read_text().split(" ", 1)
-    assert code == "2" and message.count("error: ") == 1 and "runs/a" in message
+    assert code == "2"
+    assert message.count("error: ") == 1
+    assert "runs/a" in message
 
 
 def test_epochs_are_passes_that_were_made(
@@ -276,7 +278,8 @@ def test_a_run_whose_checkpoints_were_deleted_is_refused(train: engine.Train) ->
     with pytest.raises(ctl_core.SetupError) as raised:
         train(hooks, **settings)
     message = str(raised.value)
-    assert "its checkpoints were deleted" in message and "\n" not in message
+    assert "its checkpoints were deleted" in message
+    assert "\n" not in message
     assert "--fork a@best --run-name NEW; or choose another run_name; or " in message
     assert message.endswith("--start-over.")
     assert small.read_files(run).keys() == files.keys()
@@ -308,7 +311,8 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(
 
     settings = small.settings(3, ckpt_every=3)
     train(small.hooks(at_step={2: kill}), run_name="whole", **settings)
-    assert (killed / "config.yaml").exists() and not any(killed.rglob("*.index"))
+    assert (killed / "config.yaml").exists()
+    assert not any(killed.rglob("*.index"))
     state = train(small.hooks(), run_name="killed", **settings)
     compare.assert_close(state.train_model.weights, small.plain(3).weights)
 
@@ -344,7 +348,8 @@ def test_a_signal_saves_and_the_run_goes_on(project: Path, number: int, code: in
     step = int(saved.name.removeprefix("ckpt-").removesuffix(".index"))
     assert 0 < step < 400
     done = engine.command(project, "train", "--run-name=a", f"--steps={step + 6}")
-    assert done.returncode == 0 and f"step {step}" in done.stdout
+    assert done.returncode == 0
+    assert f"step {step}" in done.stdout
     outputs = ctl_core.load(run)(small.data()[0])
     expected = small.plain(step + 6)(small.data()[0])
     np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
@@ -355,7 +360,8 @@ def wait_for_steps(project: Path, *processes: subprocess.Popen[str]) -> None:
     for process in processes:
         step = project / f"step-{process.pid}"
         while not (step.exists() and step.read_text() > "1"):
-            assert process.poll() is None and time.monotonic() < limit
+            assert process.poll() is None
+            assert time.monotonic() < limit
             time.sleep(0.02)
 
 
@@ -421,7 +427,8 @@ def test_a_process_whose_peer_dies_ends_with_75(project: Path) -> None:
     _, err = processes[0].communicate(timeout=120)
     processes[1].communicate()
     assert processes[0].returncode == 75, err
-    assert err.count("error: ") == 1 and "Traceback" not in err
+    assert err.count("error: ") == 1
+    assert "Traceback" not in err
 
 
 WORSENING = """
@@ -448,8 +455,10 @@ def test_commands_use_the_best_checkpoint_and_say_so(
     (tmp_path / "callbacks.py").write_text(WORSENING)
     flags = ("--steps=6", "--batch-size=16", "--run-name=a", "--eval-every=2", "--ckpt-every=2")
     trained = command("train", *flags, "--learning-rate=0.05", "--keep-best=loss")
-    assert trained.code == 0 and "  best loss so far\n" in trained.out, trained.err
-    assert "step 4/6  eval" in trained.out and trained.out.count("best loss so far") == 1
+    assert trained.code == 0, trained.err
+    assert "  best loss so far\n" in trained.out, trained.err
+    assert "step 4/6  eval" in trained.out
+    assert trained.out.count("best loss so far") == 1
     assert "; the best checkpoint is the one of step 2.\n" in trained.out
 
     best = command("evaluate", "a").out

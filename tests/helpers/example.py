@@ -135,7 +135,8 @@ def assert_lives(
     example.train("two-devices", "--virtual-devices", "2", *flags)
     one_device = example.numbers("whole", 3)
     two_devices = example.numbers("two-devices", 3)
-    assert one_device.keys() == two_devices.keys() and len(one_device) > 3
+    assert one_device.keys() == two_devices.keys()
+    assert len(one_device) > 3
     for name, value in one_device.items():
         np.testing.assert_allclose(value, two_devices[name], 1e-4, atol, err_msg=name)
 
@@ -144,7 +145,8 @@ def assert_lives(
         example.command(*command, "--run-name", "whole")
     file = "predictions.npz" if dataset is None else f"predictions-{dataset}.npz"
     with np.load(example.folder / "runs/whole" / file) as predictions:
-        assert predictions.files and all(len(predictions[each]) for each in predictions.files)
+        assert predictions.files
+        assert all(len(predictions[each]) for each in predictions.files)
     named = inputs if isinstance(inputs, dict) else {"inputs": inputs}
     exported = tf.saved_model.load(str(example.folder / "runs/whole/export/1"))
     served = exported.signatures["serving_default"](**tf.nest.map_structure(tf.constant, named))

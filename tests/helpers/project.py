@@ -56,7 +56,8 @@ def failed(outcome: engine.Outcome, *words: str, code: int = 1) -> None:
     """Asserts that a run failed with one line that contains these words."""
     lines = outcome.err.splitlines()
     assert (outcome.code, len(lines)) == (code, 1), outcome
-    assert lines[0].startswith("error: ") and "Traceback" not in outcome.out
+    assert lines[0].startswith("error: ")
+    assert "Traceback" not in outcome.out
     for word in words:
         assert word in lines[0]
 

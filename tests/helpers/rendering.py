@@ -43,7 +43,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     names = [name for name in os.environ if name.startswith(("GIT_", "CTL_"))]
     kept = {name: value for name, value in os.environ.items() if name not in names}
     kept.pop("VENV", None)
-    yield {
+    return {
         **kept,
         "HOME": str(home),
         "XDG_CONFIG_HOME": str(home / "config"),

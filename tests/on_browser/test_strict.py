@@ -43,4 +43,5 @@ def test_a_fault_ends_the_build(folder: Path, fault: str) -> None:
     with (folder / "build" / "docs" / page).open("a", encoding="utf-8") as file:
         file.write(f"\n{text}\n")
     done = build(folder)
-    assert done.returncode != 0 and words in done.stderr, done.stderr
+    assert done.returncode != 0, done.stderr
+    assert words in done.stderr, done.stderr

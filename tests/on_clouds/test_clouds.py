@@ -33,9 +33,11 @@ def test_skypilot_takes_its_file(launch: Path) -> None:
     file = launch / "skypilot.yaml"
     task = sky.Task.from_yaml(str(file))
     (resources,) = task.resources
-    assert task.num_nodes == 1 and resources.use_spot
+    assert task.num_nodes == 1
+    assert resources.use_spot
     assert resources.job_recovery["recover_on_exit_codes"] == [75]
-    assert list(task.storage_mounts) == ["/runs"] and "--runs-dir /runs" in task.run
+    assert list(task.storage_mounts) == ["/runs"]
+    assert "--runs-dir /runs" in task.run
     wrong = yaml.safe_load(file.read_text())
     wrong["num_node"] = wrong.pop("num_nodes")
     with pytest.raises(sky.exceptions.InvalidSkyPilotConfigError, match="did you mean 'num_nodes'"):
@@ -58,8 +60,10 @@ def test_vertex_ai_takes_its_file(launch: Path) -> None:
     specification = yaml.safe_load((launch / "vertex.yaml").read_text())
     spec = vertex.CustomJobSpec.from_json(json.dumps(specification))
     chief, workers = spec.worker_pool_specs
-    assert chief.replica_count == 1 and workers.container_spec == chief.container_spec
-    assert workers.machine_spec == chief.machine_spec and workers.nfs_mounts == chief.nfs_mounts
+    assert chief.replica_count == 1
+    assert workers.container_spec == chief.container_spec
+    assert workers.machine_spec == chief.machine_spec
+    assert workers.nfs_mounts == chief.nfs_mounts
     assert f"/mnt/nfs/{chief.nfs_mounts[0].mount_point}" in chief.container_spec.args
     assert spec.scheduling.restart_job_on_worker_restart
     specification["workerPoolSpecs"][0]["replicaCuont"] = specification["workerPoolSpecs"][0].pop(

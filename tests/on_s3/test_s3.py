@@ -118,7 +118,8 @@ def test_machine_is_lost_again_and_again(bucket: Bucket) -> None:
         process.kill()
         process.wait()
     code, log = bucket.train(*flags)
-    assert code == 0 and "resuming at step" in log, log
+    assert code == 0, log
+    assert "resuming at step" in log, log
     for part in ("", "engine"):
         expected = read_checkpoint(bucket.folder / "whole/a", STEPS, part)
         actual = read_checkpoint(runs / "a", STEPS, part)
@@ -149,14 +150,17 @@ def test_rights_that_are_withdrawn_end_no_training(bucket: Bucket) -> None:
     assert warnings[2].endswith("that could not be copied to s3://bucket/my/a: 3.")
     (bucket.folder / "runs").rename(bucket.folder / "kept")
     code, log = bucket.train("--mirror=s3://bucket/my", "--steps=20")
-    assert code == 2 and "cannot be fetched: PermissionError" in log, log
+    assert code == 2, log
+    assert "cannot be fetched: PermissionError" in log, log
     bucket.allow(sys.maxsize)
     code, log = bucket.train("--mirror=s3://bucket/my", "--steps=15")
-    assert code == 0 and "resuming at step 10" in log, log
+    assert code == 0, log
+    assert "resuming at step 10" in log, log
 
 
 def test_bucket_that_is_missing_is_not_made(bucket: Bucket) -> None:
     code, log = bucket.train("--mirror=s3://buket/my", "--steps=10")
-    assert code == 0 and log.count("could not be copied to s3://buket/my/a (") == 1, log
+    assert code == 0, log
+    assert log.count("could not be copied to s3://buket/my/a (") == 1, log
     assert bucket.list_buckets() == ["bucket"]
     assert list_saved_steps(bucket.folder / "runs/a/ckpt") == [10, 5]

@@ -73,7 +73,8 @@ def test_two_nodes_train_what_one_process_does(project: Path, slurm: Slurm) -> N
     job = slurm.submit(project, *SMALL, "launch/slurm.sh", "--run-name", "two", "--steps", "60")
     slurm.wait(job)
     log = (project / "runs" / "two" / "slurm.log").read_text()
-    assert "cluster: process 0 at node9:" in log and "cluster: process 1 at node10:" in log
+    assert "cluster: process 0 at node9:" in log
+    assert "cluster: process 1 at node10:" in log
     assert log.count("step 60/60  eval: loss") == 1  # printed by one process only
     assert f"job {job} is done" in printed(project, job)
     train_here(project, "--run-name", "one", "--steps", "60")

@@ -127,7 +127,8 @@ def read_commands(page: Path, marked: bool = False) -> list[list[Command]]:
     for before, token in zip([None, *tokens], tokens, strict=False):
         assert token.type != "code_block", f"{page}: indented; make it ```sh, or ```text"
         if token.type == "fence":
-            assert token.map and token.info in ("sh", "python", "text", "yaml"), (page, token)
+            assert token.map, (page, token)
+            assert token.info in ("sh", "python", "text", "yaml"), (page, token)
             mark = MARK.fullmatch(before.content.strip()) if before else None
             assert token.info == "sh" or not mark, (page, token)
             if token.info == "sh" and bool(mark) == marked:

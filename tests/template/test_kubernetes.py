@@ -33,7 +33,8 @@ def test_pods_find_each_other(documents: dict[str, Any]) -> None:
     name, job = documents["Job"]["metadata"]["name"], documents["Job"]["spec"]
     pod, service = job["template"]["spec"], documents["Service"]
     assert pod["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"]
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
     (container,) = pod["containers"]
     index, place = container["env"]
@@ -41,7 +42,8 @@ def test_pods_find_each_other(documents: dict[str, Any]) -> None:
     hosts = [f"{name}-{number}.{pod['subdomain']}:2222" for number in range(job["completions"])]
     assert task == {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": 1}}
     assert job["completions"] == job["parallelism"] == len(hosts)
-    assert job["completionMode"] == "Indexed" and pod["restartPolicy"] == "Never"
+    assert job["completionMode"] == "Indexed"
+    assert pod["restartPolicy"] == "Never"
 
 
 def test_mistakes_end_the_job_and_losses_do_not(documents: dict[str, Any]) -> None:
@@ -68,7 +70,8 @@ def test_a_pod_has_no_more_rights_than_it_needs(documents: dict[str, Any]) -> No
         "capabilities": {"drop": ["ALL"]},
     }
     name, _, tag = container["image"].rpartition(":")
-    assert name == "REGISTRY/my_training" and tag not in ("", "latest")
+    assert name == "REGISTRY/my_training"
+    assert tag not in ("", "latest")
 
 
 def test_only_the_pods_of_the_job_reach_its_ports(documents: dict[str, Any]) -> None:

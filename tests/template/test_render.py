@@ -84,7 +84,8 @@ def test_project_holds_the_files_of_its_answers(projects: list[Project]) -> None
             if not name.endswith((".npz", ".png")):
                 text = project.text(name)
                 assert not MARKS.search(text.replace("${{", "")), (answers, name)
-                assert text.endswith("\n") and not text.endswith("\n\n"), (answers, name)
+                assert text.endswith("\n"), (answers, name)
+                assert not text.endswith("\n\n"), (answers, name)
                 assert not text.startswith("\n") or name == "LICENSE", (answers, name)
 
 
@@ -144,7 +145,8 @@ def test_own_files_are_those_of_the_answers(projects: list[Project]) -> None:
             text = project.text("tracker.py")
             assert text == (SOURCES / "trackers" / f"{answers['tracker']}.py").read_text()
             package = TRACKERS[answers["tracker"]]
-            assert re.search(rf"^(import|from) {package}\b", text, re.M) and text.count("\n") <= 60
+            assert re.search(rf"^(import|from) {package}\b", text, re.M)
+            assert text.count("\n") <= 60
         if answers["sweep"] != "none":
             metric = METRICS.get(answers["example"], "loss")
             text = (SOURCES / "sweeps" / "optuna.py").read_text()
@@ -164,7 +166,8 @@ def test_yaml_files_of_each_project(projects: list[Project]) -> None:
         if project.answers["tracker"] != "none":
             changed["listener"] = "tracker.Tracker"
         assert list(config)[: len(common)] == common
-        assert changed.items() <= config.items() and set(config) == {*common, *changed}
+        assert changed.items() <= config.items()
+        assert set(config) == {*common, *changed}
         assert isinstance(config["hparams"], dict)
         workflow = yaml.safe_load(project.text(".github/workflows/ci.yml"))
         commands = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
@@ -218,14 +221,15 @@ def test_ci_checks_the_engine_of_a_project(digits: Path, run: Run, tmp_path: Pat
     (project / "ctl_core" / "planted.py").write_text(PLANTED)
     for command in engine_commands:
         done = run(*command, cwd=project, check=False, **cache)
-        assert done.returncode == 1 and "planted.py" in done.stdout + done.stderr, command
+        assert done.returncode == 1, command
+        assert "planted.py" in done.stdout + done.stderr, command
 
 
 def test_same_tool_settings_as_this_repository(digits: Path) -> None:
     """A project checks its files and the engine with the settings of this repository.
 
     Limits on the length of lines and functions and on their complexity are left to its owner, and
-    so are arguments.
+    so are arguments and the style of tests.
     """
     here = tomllib.loads((ROOT / "pyproject.toml").read_text())
     there = tomllib.loads((digits / "pyproject.toml").read_text())
@@ -233,7 +237,7 @@ def test_same_tool_settings_as_this_repository(digits: Path) -> None:
     assert here["tool"]["ruff"]["line-length"] == there["tool"]["ruff"]["line-length"]
     lint = here["tool"]["ruff"]["lint"]
     del lint["mccabe"], lint["pylint"], lint["per-file-ignores"]
-    own = {"ARG", "C901", "D417", "PLR0913", "PLR0915"}
+    own = {"ARG", "C901", "D417", "PLR0913", "PLR0915", "PT"}
     lint["select"] = [rule for rule in lint["select"] if rule not in own]
     lint["ignore"].insert(0, "E501")
     assert lint == there["tool"]["ruff"]["lint"]
@@ -275,7 +279,8 @@ def test_linters_leave_the_engine_alone(digits: Path, run: Run, tmp_path: Path) 
     callbacks.write_text(callbacks.read_text() + PLANTED)
     for command in LINTERS[:2]:
         done = run(*command, cwd=project, check=False, **cache)
-        assert done.returncode == 1 and "planted.py" not in done.stdout, command
+        assert done.returncode == 1, command
+        assert "planted.py" not in done.stdout, command
 
 
 def test_git_leaves_out_what_commands_write(digits: Path, tmp_path: Path, run: Run) -> None:
@@ -311,14 +316,16 @@ def test_every_launch_file_warns_of_the_open_ports(projects: list[Project]) -> N
 def test_only_runs_belongs_to_the_user_of_an_image(projects: list[Project]) -> None:
     (text,) = {p.text("launch/Dockerfile") for p in projects if p.answers["launch"] == "vertex"}
     assert re.findall(r"-o train (.+)$", text, re.M) == ["/project/runs"]
-    assert "--chown" not in text and re.search(r"^USER train$", text, re.M)
+    assert "--chown" not in text
+    assert re.search(r"^USER train$", text, re.M)
 
 
 def test_examples_are_whole() -> None:
     """Each has settings and five parts for the project's README; the hook knows all of them."""
     hook = (ROOT / "hooks" / "post_gen_project.py").read_text()
     known = re.search(r"EXAMPLES = \((.*?)\)", hook, re.S)
-    assert known and [*re.findall(r'"(\w+)"', known[1]), "blank"] == EXAMPLES
+    assert known
+    assert [*re.findall(r'"(\w+)"', known[1]), "blank"] == EXAMPLES
     folder = SOURCES / "examples"
     for name in EXAMPLES:
         assert (folder / f"{name}.yaml").exists() or name == "blank"
@@ -326,7 +333,8 @@ def test_examples_are_whole() -> None:
             part.strip() for part in (folder / f"{name}.md").read_text().split("<!-- part -->\n")
         ]
         introduction, output, experiment, usage, _ = parts
-        assert introduction and "ctl_core.load(" in usage, name
+        assert introduction, name
+        assert "ctl_core.load(" in usage, name
         assert bool(experiment) == (name != "blank"), name
         # Nobody has trained cifar10_vgg to its end here.
         assert ("\ndone: step " in output) == (name not in ("blank", "cifar10_vgg")), name
@@ -382,7 +390,8 @@ def test_tests_of_a_project(
     failed = "1 failed, " if code else ""
     assert re.search(rf"^{failed}\d\d passed", done.stdout, re.M), done.stdout
     if code:
-        assert "Traceback" not in done.stdout and "During handling" not in done.stdout
+        assert "Traceback" not in done.stdout
+        assert "During handling" not in done.stdout
         first = next(line for line in done.stdout.splitlines() if line.startswith("callbacks.py"))
         assert "create_dataset" in first
 

@@ -88,7 +88,8 @@ def test_workflows_pin_actions_and_have_few_rights(digits: Path) -> None:
             workflow = yaml.safe_load(file.read_text())
             assert workflow["permissions"] == {"contents": "read"}
             for name, job in workflow["jobs"].items():
-                assert job.get("permissions") == RIGHTS.get(name) and job["timeout-minutes"]
+                assert job.get("permissions") == RIGHTS.get(name)
+                assert job["timeout-minutes"]
                 for step in job["steps"]:
                     if "checkout" in step.get("uses", ""):
                         assert step["with"] == {"persist-credentials": False}
@@ -109,9 +110,8 @@ def test_weekly_tests_are_on_here_and_off_in_a_project(digits: Path) -> None:
         report = workflow["jobs"]["report"]
         assert report["needs"] == [name for name in workflow["jobs"] if name != "report"]
         (step,) = report["steps"]
-        assert (
-            step["env"] == {"GH_TOKEN": "${{ github.token }}"} and "gh issue create" in step["run"]
-        )
+        assert step["env"] == {"GH_TOKEN": "${{ github.token }}"}
+        assert "gh issue create" in step["run"]
 
 
 def test_everything_says_the_same_range(pythons: dict[str, Any], digits: Path) -> None:
@@ -131,7 +131,8 @@ def test_everything_says_the_same_range(pythons: dict[str, Any], digits: Path) -
     workflow = yaml.safe_load((digits / ".github" / "workflows" / "ci.yml").read_text())
     steps = workflow["jobs"]["test"]["steps"]
     (setup,) = [step["with"] for step in steps if "setup-python" in step.get("uses", "")]
-    assert setup["python-version-file"] == "pyproject.toml" and "python-version" not in setup
+    assert setup["python-version-file"] == "pyproject.toml"
+    assert "python-version" not in setup
 
 
 def test_recording_of_a_terminal(tmp_path: Path) -> None:

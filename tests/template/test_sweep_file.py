@@ -108,7 +108,8 @@ def starts(folder: Path, number: int) -> list[Any]:
 
 def test_the_file_is_short_and_stands_alone() -> None:
     text = FILE.read_text()
-    assert len(text.splitlines()) <= 100 and "import ctl_core" not in text
+    assert len(text.splitlines()) <= 100
+    assert "import ctl_core" not in text
     assert "from ctl_core" not in text
 
 
@@ -135,7 +136,8 @@ def test_trials_are_trained_several_at_a_time(folder: Path) -> None:
     best = min(results, key=lambda trial: trial.value)
     assert out.splitlines()[-1] == f"best: sweep-{best.number:03d}, loss {best.value}"
     sweep(folder, "--trials", "6")
-    assert len(trials(folder)) == 6 and len(starts(folder, 0)) == 1
+    assert len(trials(folder)) == 6
+    assert len(starts(folder, 0)) == 1
 
 
 def test_a_trial_worse_than_most_is_told_to_end(folder: Path) -> None:
@@ -148,7 +150,8 @@ def test_a_trial_worse_than_most_is_told_to_end(folder: Path) -> None:
     sweep(folder, "--trials", "6", STEPS="5")
     *others, worst = trials(folder)
     assert {trial.state.name for trial in others} == {"COMPLETE"}
-    assert worst.state.name == "PRUNED" and worst.last_step == 3
+    assert worst.state.name == "PRUNED"
+    assert worst.last_step == 3
     assert not (folder / "runs" / "sweep-005" / "ends").exists()
 
 
@@ -156,7 +159,8 @@ def test_failures_are_said_with_a_log(folder: Path) -> None:
     """Failed trials do not count, so that the same command trains others after a correction."""
     out = sweep(folder, "--trials", "2", code=1, FAILS="1")
     assert [trial.state.name for trial in trials(folder)] == ["FAIL", "FAIL"]
-    assert "sweep-001: fail, loss None" in out and "sweep-*.log say why" in out
+    assert "sweep-001: fail, loss None" in out
+    assert "sweep-*.log say why" in out
     assert (folder / "runs" / "sweep-001.log").read_text() == "error: a hook that fails\n"
     sweep(folder, "--trials", "2")
     assert [trial.state.name for trial in trials(folder)] == 2 * ["FAIL"] + 2 * ["COMPLETE"]

@@ -135,7 +135,8 @@ def test_train_sh_passes_arguments_signals_and_exit_code(place: Place) -> None:
     assert place.calls() == [training(*arguments)]
     place.set("train", "900")
     with place.start(VENV=str(env)) as process:
-        assert process.stdout and process.stdout.readline() == f"pid {process.pid}\n"
+        assert process.stdout
+        assert process.stdout.readline() == f"pid {process.pid}\n"
         process.send_signal(signal.SIGTERM)
     assert process.returncode == -signal.SIGTERM
 
@@ -233,8 +234,10 @@ def test_no_usable_python(place: Place) -> None:
     place.set("too_old", "1")
     for python in ("Python 3.8.1", "absent"):
         code, (line,) = place.train()
-        assert code == 2 and place.calls() == []
-        assert line.startswith("train.sh: ") and f"(python3 is {python})" in line
+        assert code == 2
+        assert place.calls() == []
+        assert line.startswith("train.sh: ")
+        assert f"(python3 is {python})" in line
         assert "needs Python >=3.11,<3.14 (pyproject.toml)" in line
         (place.tools / "python3").unlink(missing_ok=True)
     assert not (place.project / ".venv").exists()
@@ -248,7 +251,8 @@ def test_an_environment_without_the_packages(digits: Path, tmp_path: Path, run: 
     named = {"VIRTUAL_ENV": str(env), "PYTHONDONTWRITEBYTECODE": "1"}
     done = run(train, cwd=digits, check=False, **named)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert f" is not installed in {env}; " in done.stderr and done.stderr.endswith(install)
+    assert f" is not installed in {env}; " in done.stderr
+    assert done.stderr.endswith(install)
 
 
 @pytest.mark.slow
@@ -267,7 +271,8 @@ def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run)
     )
     assert os.getpgid(pid) == pid != os.getpgid(0)
     again = run(project / "train.sh", *words, cwd=project, check=False, VENV=sys.prefix)
-    assert again.returncode == 2 and "another process is training this run" in again.stderr
+    assert again.returncode == 2
+    assert "another process is training this run" in again.stderr
     assert int((folder / "pid").read_text()) == pid
     wait_until(
         lambda: log.read_text().count("INFO step ") >= 3 or not is_running(pid),
@@ -279,7 +284,8 @@ def test_run_in_the_background_is_killed(digits: Path, tmp_path: Path, run: Run)
     assert log.read_text().count("stopped by SIGTERM, saved: step ") == 1
     # On a slow machine, a step may have a line without values before its line with values.
     steps = re.findall(r"INFO (step .*)", log.read_text())
-    assert len(steps) == len(set(steps)) and "\nstep " not in log.read_text()
+    assert len(steps) == len(set(steps))
+    assert "\nstep " not in log.read_text()
     assert not (folder / "pid").exists()
 
 
@@ -297,7 +303,8 @@ def test_run_that_cannot_start_in_the_background_says_so(
         run, project / "train.sh", "--background", cwd=project, check=False, VENV=sys.prefix
     )
     failed = train("--run-name", "b", "--hparams.width", "-1", CTL_STEPS="2")
-    assert failed.returncode == 2 and not failed.stdout
+    assert failed.returncode == 2
+    assert not failed.stdout
     assert failed.stderr.startswith("error: create_model (callbacks.py:")
     named = {"CTL_RUN_NAME": "c", "CTL_RUNS_DIR": "others"}
     assert train("--steps", "2", "--note", "as with --run-name x", **named).returncode == 0

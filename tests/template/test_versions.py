@@ -44,7 +44,8 @@ def test_release_is_made_of_a_clean_tree_with_an_entry(repository: Path, run: Ru
     def refuse(version: str, *words: str) -> None:
         head = run("git", "rev-parse", "HEAD", cwd=repository).stdout
         done = run(sys.executable, RELEASE, version, cwd=repository, check=False)
-        assert done.returncode == 1 and done.stderr.startswith("release: ")
+        assert done.returncode == 1
+        assert done.stderr.startswith("release: ")
         for word in words:
             assert word in done.stderr
         assert run("git", "rev-parse", "HEAD", cwd=repository).stdout == head
