@@ -174,7 +174,10 @@ def describe_command(name: str) -> Iterator[str]:
     yield f"```text\npython -m ctl_core {name} {command.usage}\n```\n"
     yield f"{capitalize(command.text)}.\n"
     rows = [("option", "meaning")]
-    rows += [(f"`--{option}`", OPTIONS[option][1].description) for option in command.options]
+    rows += [
+        (f"`--{option.replace('_', '-')}`", OPTIONS[option][1].description)
+        for option in command.options
+    ]
     yield format_table(rows)
     if name == "train":
         yield (

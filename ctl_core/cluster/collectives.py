@@ -165,8 +165,8 @@ def all_gather(value: Structure, axis: int = 0) -> Structure:
 def all_reduce(value: Structure, op: str = "sum") -> Structure:
     """Returns the sum, the mean, the maximum or the minimum of tensors over all replicas.
 
-    The gradient of a maximum goes to the replica that has it, and to equal parts if several
-    replicas have the same value.
+    The gradient of a maximum or minimum goes to the replica that has this value. If several
+    replicas have it, each of them gets an equal part. A replica without rows is ignored.
 
     Args:
         value: a tensor or a structure of tensors of numbers, with the same shape on each replica

@@ -41,7 +41,9 @@ def _replace_nan(tensor: tf.Tensor) -> tf.Tensor:
 def clip_by_global_norm(
     gradients: Sequence[Gradient], clip_norm: float
 ) -> tuple[Gradients, tf.Tensor]:
-    """Clips gradients like ``tf.clip_by_global_norm``; they may be complex, or differ in dtype.
+    """Clips gradients by their global norm; they may be complex, or differ in dtype.
+
+    For other gradients, the result is the same as that of ``tf.clip_by_global_norm``.
 
     Args:
         gradients: the gradients, dense or sparse
