@@ -159,9 +159,9 @@ class Trainer:
         self.functions.refresh()
 
     def _note_passes(self, record: Record | None) -> None:
-        """Counts the passes that were made, if a pass over the data has another length now.
+        """Notes the passes that were made, if a pass now has another number of steps than before.
 
-        Prints a line in this case.
+        In this case, a line is printed.
         """
         progress = self.state.progress
         steps = self.state.data.steps_per_pass

@@ -1,6 +1,6 @@
 """Breaks the engine one line at a time, and counts how many of these mistakes the tests find.
 
-    python -m scripts.mutations draw                       writes the list anew
+    python -m scripts.mutations draw                       writes a new list
     python -m scripts.mutations run                        tries each one with make check
     python -m scripts.mutations run --command "make test"  tries each one with make test
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_suffix(".yaml")
 NUMBER = 30
 SEED = 63
-# A test that a mistake makes wait for ever counts as one that finds it (seconds).
+# The time limit (seconds). A mistake that makes a test wait forever counts as found.
 LIMIT = 1800
 
 COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {

@@ -47,5 +47,5 @@ else
   env=$PWD/.venv
   until [ "$(cat .venv/.installed 2>/dev/null)" = "$(state)" ] && [ -x "$env/bin/python" ]; do (install >&2); done
 fi
-export PYTHONHASHSEED="${PYTHONHASHSEED:-0}" # otherwise, sets have another order in each process
+export PYTHONHASHSEED="${PYTHONHASHSEED:-0}" # otherwise, the order of sets differs from process to process
 exec "$env/bin/python" -m ctl_core train "$@" # exec: signals reach the training directly

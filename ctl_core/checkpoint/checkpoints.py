@@ -434,7 +434,7 @@ class Checkpoints:
             generators.initial_states = [state.numpy() for state in generators.variables]
 
     def _compare_set_order(self, record: Record | None, reads_data: bool) -> None:
-        """Prints a line if sets have another order than in the process that trained."""
+        """Prints a line if sets have another order than in the process that trained the run."""
         if record is None or not reads_data or record.set_order in (None, fingerprint_order()):
             return
         self._console.say(

@@ -25,7 +25,7 @@ class FiniteVariables:
 
     The loss of a step is computed before the update, so it does not show whether the update has
     made the variables NaN. All processes of a cluster get the same result, since the values of
-    these variables are equal, except for moving statistics, which the caller has to average before.
+    these variables are equal, except for moving statistics, which the caller has to average first.
     """
 
     def __init__(self, state: State) -> None:
@@ -40,7 +40,7 @@ class FiniteVariables:
         self._variables = [
             list_local_components(state.strategy, [variable])[0] for variable in used.values()
         ]
-        # For each variable with initial values that are not finite, whether each entry counts.
+        # Which entries count, for each variable that is not finite at the beginning.
         self._counting: dict[int, tf.Tensor] = {}
         for index, variable in enumerate(self._variables):
             finite = _is_finite(variable)

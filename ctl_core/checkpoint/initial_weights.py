@@ -301,8 +301,8 @@ class _FileLoader:
     def _load_old_file(self, model: keras.Model) -> None:
         """Loads an HDF5 file of a whole model, as Keras 2 wrote it.
 
-        As in Keras, the layers of the model are those of the file in the same order. If their
-        numbers differ, layers with the same name are matched.
+        As in Keras, the layers of the model are matched with those of the file by their order, or
+        by their names if the numbers of layers differ.
         """
         layers = [layer for layer in model.layers if _list_old_weights(layer)]
         try:

@@ -36,7 +36,7 @@ _KERNEL_VARIABLES = (
 
 
 def read_kernel_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the environment variables that choose kernels, and thereby change bits.
+    """Returns the environment variables that choose kernels, and thus affect bits.
 
     Variables that are empty, or that have the value that TensorFlow assumes anyway, are left out.
     """

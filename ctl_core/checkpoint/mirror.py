@@ -10,9 +10,9 @@ MIRROR/NAME, has the layout of the run's folder:
 As in checkpoints.py, the record of a checkpoint is written last and removed first, so a checkpoint
 that was only partly copied is ignored, both in the mirror and in the run's folder.
 
-A run never replaces progress that it does not have. If the mirror has a newer checkpoint that
-cannot be fetched, the run does not start. If the mirror cannot be listed, the run starts from its
-own checkpoint, but copies nothing until a list shows that the mirror has no newer checkpoint.
+A run never replaces checkpoints that it does not continue. If the mirror has a newer checkpoint
+that cannot be fetched, the run does not start. If the mirror cannot be listed, the run starts from
+its own checkpoint, but copies nothing until a list shows that the mirror has no newer checkpoint.
 
 copying.py decides when a checkpoint is copied. This module does not import TensorFlow, because a
 run is fetched before its settings are known.
@@ -309,8 +309,8 @@ class Mirror:
     def _refuse_newer(self, files: dict[int, list[str]], folder: Path) -> None:
         """Refuses to copy if the mirror has a newer checkpoint from another machine.
 
-        A damaged checkpoint is not an obstacle: no start can resume from it. If there is one, this
-        method downloads it to find out.
+        This method downloads a newer checkpoint, to find out whether it is damaged. A damaged
+        checkpoint may be replaced, because no run can resume from it.
 
         Args:
             files: the files of the mirror's checkpoints

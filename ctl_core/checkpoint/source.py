@@ -149,7 +149,7 @@ def find_start(config: Config, start_over: bool = False) -> Source | None:
     Raises:
         SetupError: ``fork`` or ``init_from`` names something that does not exist; this run has
             checkpoints but was not forked from the run that ``fork`` names, or its checkpoints were
-            deleted; or TensorFlow would take a path for a pattern.
+            deleted; or TensorFlow would interpret a path as a pattern.
     """
     refuse_patterns("runs_dir", config.runs_dir)
     if config.run_name is not None:

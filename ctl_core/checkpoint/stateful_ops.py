@@ -72,7 +72,7 @@ def find_unknown_ops(graph: tf.Graph) -> list[tf.Operation]:
 
 
 def _list_stateful_ops(graph: tf.Graph) -> Iterator[tf.Operation]:
-    """Yields the ops, also of called functions, that are stateful or take a resource."""
+    """Yields the ops, including those of called functions, that are stateful or take a resource."""
     for op in add_called_ops(graph.get_operations()):
         takes_resource = any(tensor.dtype == tf.resource for tensor in op.inputs)
         if op.op_def.is_stateful or takes_resource:

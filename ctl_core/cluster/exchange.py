@@ -1,4 +1,4 @@
-"""Exchanges values of any dtype and form between replicas, and rejects values that it cannot.
+"""Exchanges values of any dtype and form between replicas, and rejects what cannot be exchanged.
 
 TensorFlow's collectives accept only some dtypes, and fewer in a cluster than in one process. Values
 of other dtypes are therefore converted before an exchange, and converted back afterwards. Ragged,
@@ -35,7 +35,7 @@ def check_gather(value: AnyTensor | Gradient, axis: int) -> None:
     """Checks that a value can be gathered, on any number of devices.
 
     Raises:
-        RefusedCall: it cannot; the message says why, and what to do.
+        RefusedCall: it cannot be gathered; the message says why, and what to do.
     """
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
         if axis != 0:
@@ -66,7 +66,7 @@ def check_reduce(value: AnyTensor | Gradient, operation: str) -> None:
         operation: one of ``OPERATIONS``, or an unknown name
 
     Raises:
-        RefusedCall: it cannot; the message says why, and what to do.
+        RefusedCall: it cannot be reduced; the message says why, and what to do.
     """
     if operation not in OPERATIONS:
         names = ", ".join(f'"{name}"' for name in OPERATIONS)
@@ -234,7 +234,8 @@ def _choose(
 ) -> tf.Tensor:
     """Returns the maximum or the minimum over the replicas that have rows.
 
-    All values are gathered with a sum, to which a replica without rows adds nothing.
+    The values are gathered as the sum of tensors with a row for each replica. A replica without
+    rows adds nothing to this sum.
 
     Args:
         context: the context of the replica that calls this function

@@ -30,7 +30,7 @@ from ctl_core.numerics.variables import unwrap
 
 TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 3e-2
-# The kinds that become larger in proportion if the loss is multiplied by a number.
+# The kinds of values that are proportional to the loss.
 OF_LOSS = (EXTRA_LOSS, LOSS, LOGGED, EVAL_LOSS)
 # Rounding errors may be larger than those that were measured, by up to this factor.
 _ROUNDING_FACTOR = 4

@@ -102,7 +102,7 @@ def inherit_settings(config: Config) -> tuple[Config, list[str]]:
 
 
 def _describe_changes(origin: Origin, config: Config) -> list[str]:
-    """Returns a note for each setting that a resumed run had with another value until now."""
+    """Returns a note for each setting whose value changes when the run is resumed."""
     if origin.is_forked:
         return []
     try:

@@ -273,7 +273,7 @@ def _send(
     *keys: int,
     **options: Any,
 ) -> Any:
-    """Sends a value. ``keys`` are the size and the key of the group, and that of the instance."""
+    """Sends a value. ``keys`` are the group's size, its key, and the key of the instance."""
     _group_size, group_key, instance_key = keys
     if dtype == tf.string:
         text = base64.b64encode(tf.io.serialize_tensor(value).numpy()).decode()

@@ -144,7 +144,7 @@ def _hand_to_graph(name: str) -> None:
     reference = weakref.ref(graph)
 
     def compute_gradient(*arguments: Any) -> Any:
-        """Calls the gradient. TensorFlow only does so for an op of the graph, which thus exists."""
+        """Calls the gradient. An op of the graph has requested it, so the graph still exists."""
         existing = reference()
         assert existing is not None
         return existing._ctl_custom_gradients[name](*arguments)

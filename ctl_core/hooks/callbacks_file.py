@@ -1,8 +1,8 @@
 """Finds and imports the file with the hooks, whose name is callbacks.py by default.
 
 Each run folder contains a copy of the file with which the run was trained, and copies of the
-project's modules that it imports. The copy of the file can be passed to ``--callbacks``; its
-modules are then the copies, too.
+project's modules that it imports. If the copy of the file is passed to ``--callbacks``, it imports
+the copies of the modules.
 """
 
 import dataclasses

@@ -116,7 +116,7 @@ class ProjectModules(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Runs the present content of a file, with its own import statement."""
+    """Runs the current content of a file, with its own import statement."""
 
     def __init__(self, name: str, path: str, names: dict[str, Any], original: str) -> None:
         """Prepares to run a file.

@@ -44,8 +44,8 @@ def refuse_unfinished_caches(hook: Hook, dataset: tf.data.Dataset) -> None:
     """Rejects a pipeline if another process has left one of the cache files unfinished.
 
     Raises:
-        SetupError: a cache file is unfinished, or TensorFlow would take its name for a pattern; the
-            message names it.
+        SetupError: a cache file is unfinished, or TensorFlow would interpret its name as a pattern;
+            the message names it.
     """
     for file in list_cache_files(dataset):
         character = find_pattern_character(file)

@@ -51,7 +51,7 @@ Element: TypeAlias = Structure
 # The result of ``get_state``.
 ReaderState: TypeAlias = Any
 
-# The number of elements in which the beginnings of two passes are compared.
+# How many elements at the beginning of two passes are compared.
 _COMPARED = 2
 
 # Values that ``ast.literal_eval`` can parse.

@@ -348,7 +348,7 @@ def counts_rows_of_spec(
 
 
 def has_several_sizes(spec: BatchSpec, examples: int) -> bool:
-    """Returns whether tensors have ``examples`` rows, and others a multiple of this number."""
+    """Returns whether some tensors have ``examples`` rows, and others a multiple of this number."""
     sizes = _list_sizes(spec)
     if None in sizes or len(sizes) < 2 or has_scalars(spec):
         return False

@@ -56,7 +56,7 @@ Deal = Callable[[Count], Share]
 
 # The maximum number of seconds to search for a damaged element.
 _LONGEST_SEARCH = 60.0
-# A string of at most this length is taken for a path, rather than for data.
+# A string of at most this length is assumed to be a path rather than data.
 _LONGEST_PATH = 300
 # The maximum number of elements to read again, in order to find the element that caused an error.
 _MOST_EXPLAINED = 1000

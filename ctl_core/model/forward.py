@@ -477,7 +477,7 @@ def _check_total_weight(
 ) -> GradientsByObjective:
     """Returns zeros if the weights of all shares are 0, and NaN if one of them is negative.
 
-    A gradient function need not return this for gradients that are 0 or NaN.
+    A gradient function of the user might return other numbers if it receives 0 or NaN.
     """
     nothing = tf.zeros_like(total_weight)
     no_change = tf.ones_like(total_weight)

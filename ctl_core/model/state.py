@@ -62,7 +62,7 @@ class Progress:
     passes_step: int = 0
 
     def change_steps_per_pass(self, step: int, steps_per_pass: int | None) -> int | None:
-        """Notes how many steps a pass over the data has from a step on.
+        """Notes that, after a step, a pass over the data has another number of steps.
 
         Args:
             step: the step

@@ -79,7 +79,7 @@ class WrongUse(Exception):
 
 
 def refuse_uses_of_parts(state: State, graph: FunctionGraph) -> None:
-    """Rejects a step or an evaluation in which a device uses its part of a sum for anything else.
+    """Rejects a step or an evaluation whose result depends on how a sum is divided among devices.
 
     Metrics of hooks are ignored, because only their sums are read. Does nothing if there is no
     other variable with the aggregation SUM.

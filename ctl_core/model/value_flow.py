@@ -70,7 +70,7 @@ def _find_reached_outputs(op: tf.Operation, inputs: Sequence[bool]) -> Sequence[
     everything = [True] * len(op.outputs)
     if op.type in _SHAPE_ONLY:
         return [False] * len(op.outputs)
-    if op.type == "IdentityN":  # tf.custom_gradient also passes the arguments of a function to it
+    if op.type == "IdentityN":  # tf.custom_gradient adds one; its outputs are its inputs
         return inputs
     graphs = find_called_graphs(op)
     if op.type in _CALLS and len(graphs) == 1:

@@ -27,7 +27,7 @@ def is_constant(value: UserObject) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-    """The structure of an output, with its constants; forms are only equal to themselves.
+    """The structure of an output, with its constants; each form is equal only to itself.
 
     Attributes:
         structure: the output, in which ``_TENSOR`` replaces each tensor

@@ -89,7 +89,7 @@ def compute_global_norm(gradients: Iterable[Gradient]) -> tf.Tensor:
     norms = _compute_norms(gradients)
     if len(norms) == 1:
         return norms[0]
-    if len(norms) > 1:  # norms in bfloat16 would be too rough
+    if len(norms) > 1:  # norms in bfloat16 would be too imprecise
         norms = _compute_norms(map(_cast_bfloat16, gradients))
     return tf.linalg.global_norm([tf.cast(norm, tf.float64) for norm in norms])
 
@@ -131,7 +131,7 @@ def is_finite(tensor: tf.Tensor) -> tf.Tensor:
 
 def find_finite_entries(tensor: tf.Tensor) -> tf.Tensor:
     """Returns for each entry of a real or complex tensor whether it is finite."""
-    if is_float8(tensor.dtype):  # TensorFlow has no op for them
+    if is_float8(tensor.dtype):  # is_finite does not support float8
         tensor = tf.cast(tensor, tf.float32)
     first, *others = _split_complex(tensor)
     are_finite = tf.math.is_finite(first)

@@ -229,7 +229,7 @@ class Console:
 
     def _format_epoch(self, steps_per_epoch: int) -> str:
         """Returns the current epoch and the number of epochs, such as ``epoch 2/5``."""
-        # The small number hides rounding errors of the passes.
+        # The small number compensates for rounding errors in the number of passes.
         done = self._passes + (self._step - self._start) / steps_per_epoch + 1e-9
         all_epochs = self._passes + (self._total - self._start) / steps_per_epoch - 1e-9
         epochs = math.ceil(all_epochs)

@@ -48,7 +48,7 @@ def find_pattern_character(path: str | Path) -> str | None:
 
 
 def refuse_patterns(setting: str, path: str | Path) -> None:
-    """Refuses a folder of checkpoints whose path TensorFlow would take for a pattern.
+    """Refuses a folder of checkpoints whose path TensorFlow would interpret as a pattern.
 
     Args:
         setting: the setting that names the folder, for the message
@@ -85,7 +85,7 @@ def prepare_output(setting: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def explain_failure(setting: str, path: Path) -> Iterator[None]:
-    """Raises a one-line error if the system does not allow to write a file or folder.
+    """Raises a one-line error if a file or folder cannot be written.
 
     Raises:
         SetupError: the context raises an OSError, for example on a disk that is read-only.

@@ -1,8 +1,8 @@
-"""Fixes the order of sets, which Python otherwise chooses anew in each process.
+"""Fixes the order of sets, which otherwise differs from process to process.
 
 A program may number its classes in the order of a set of strings, as in ``list({...})``. The order
-follows from the seed of Python's hash function, which only the environment variable
-``PYTHONHASHSEED`` sets, before Python starts.
+depends on the seed of Python's hash function. This seed can only be set before Python starts, by
+the environment variable ``PYTHONHASHSEED``.
 """
 
 import os
@@ -12,7 +12,7 @@ _VARIABLE = "PYTHONHASHSEED"
 
 
 def restart_with_fixed_seed() -> None:
-    """Starts ``python -m ctl_core`` again in this process, with the seed 0.
+    """Starts ``python -m ctl_core`` again in this process, with ``PYTHONHASHSEED=0``.
 
     Does nothing if the environment sets a seed, or if another program, such as a debugger, runs the
     command line.

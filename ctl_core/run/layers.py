@@ -191,7 +191,7 @@ def find_unknown_variables() -> list[str]:
 
 
 class LoadedLayers(NamedTuple):
-    """The layers from which ``load_config`` has made a ``Config``.
+    """The layers from which ``load_config`` has built a ``Config``.
 
     Attributes:
         path: the path of the settings file
@@ -382,9 +382,9 @@ def _describe_kind(present: SettingValue) -> str:
 
 
 def match_case(changes: SettingValue, present: Mapping[str, Any]) -> SettingValue:
-    """Returns hyperparameters of environment variables with the upper-case letters of their names.
+    """Restores the upper-case letters of hyperparameters that environment variables set.
 
-    The names of variables are read in lower case.
+    The names of environment variables are read in lower case.
 
     Args:
         changes: the values of the variables

@@ -55,16 +55,16 @@ class DroppableOutput:
 
 
 def escape_missing_letters(stream: object) -> None:
-    """Lets a stream write letters that its encoding does not have as escapes, such as ``\\xfc``.
+    """Makes a stream write escapes, such as ``\\xfc``, for characters that its encoding lacks.
 
-    In a terminal whose encoding is not UTF-8, an error would end the run otherwise.
+    Otherwise, such a character would end the run with an error.
     """
     if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
         stream.reconfigure(errors="backslashreplace")
 
 
 def restore_letters(text: str) -> str:
-    """Returns a word of the command line with its letters, even if Python could not decode them.
+    """Decodes a word of the command line as UTF-8, even if Python has decoded it differently.
 
     Python decodes the command line in the encoding of the locale, which may be ASCII.
     """

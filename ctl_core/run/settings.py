@@ -83,7 +83,7 @@ def check_mirror(text: str) -> str:
 # numbers and strings.
 SettingValue: TypeAlias = Any
 
-# TensorFlow counts with 64 bits.
+# TensorFlow's largest integers have 64 bits.
 LARGEST = 2**63 - 1
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Number = Annotated[int, Field(ge=1, le=LARGEST)]

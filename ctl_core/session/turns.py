@@ -102,7 +102,7 @@ class Turns:
         """Waits until the turn is free and all threads that came earlier have had it; takes it.
 
         Returns:
-            False if ``longest`` seconds have passed before.
+            False if ``longest`` seconds have passed first.
         """
         ticket = object()
         self._queue.append(ticket)
