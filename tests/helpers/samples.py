@@ -26,7 +26,7 @@ def find_stale_lines(sample: str, output: str) -> list[str]:
 
 
 def hide_values(line: str) -> str:
-    """Replaces numbers and names of runs in a line, and joins its words by single spaces."""
+    """Replaces numbers and names of runs in a line, and joins its words with single spaces."""
     line = re.sub(r"\S*\bruns(/\w+)?", "RUN", line)
     return " ".join(re.sub(NUMBER, "NUMBER", line).split())
 
