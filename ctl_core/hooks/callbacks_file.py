@@ -103,7 +103,7 @@ def find_callbacks(
     if has_copy and copy.read_bytes() != path.read_bytes():
         changed.append(name)
     if has_copy:
-        changed += find_changed_modules(run / MODULE_COPIES, project)
+        changed += find_changed_modules(run / MODULE_COPIES, _find_root(path, project))
     if not changed:
         return HooksFile(path, path)
     return HooksFile(path, path, _describe_changes(changed, training, copy_name))
@@ -172,13 +172,12 @@ def check_compiles(hooks_file: HooksFile) -> types.CodeType:
 
 def find_modules(hooks_file: HooksFile, project: Path) -> ProjectModules:
     """Returns the modules that the file can import, for a run that is loaded, or for a copy."""
-    folders = [hooks_file.stands_for.parent]
-    if project != folders[0]:
-        folders.append(project)
+    folders = list(dict.fromkeys((hooks_file.stands_for.parent, project)))
     copies = None
     if hooks_file.path != hooks_file.stands_for:
         copies = hooks_file.path.parent / MODULE_COPIES
-    return ProjectModules(folders, [PROJECT, MODULE], copies)
+    root = _find_root(hooks_file.stands_for, project)
+    return ProjectModules(folders, [PROJECT, MODULE], copies, root)
 
 
 def load_callbacks(
@@ -263,8 +262,20 @@ def _name_package(hooks_file: HooksFile) -> str:
     return f"{'.'.join(folder.relative_to(Path.cwd()).parts)}."
 
 
+def _find_root(file: Path, project: Path) -> Path:
+    """Returns the folder to which the paths of copied modules are relative.
+
+    This is the project, unless the file with the hooks is outside of it.
+    """
+    if file.is_relative_to(project):
+        return project
+    return file.parent
+
+
 def read_modules(callbacks: Any, name: str) -> dict[str, bytes]:
     """Returns the content of the modules that the hooks have imported, by path in the project.
+
+    If the file with the hooks is outside of the project, the modules are those in its own folder.
 
     Args:
         callbacks: the hooks; if they are not in a file, the result is empty
@@ -273,12 +284,14 @@ def read_modules(callbacks: Any, name: str) -> dict[str, bytes]:
     if read_hooks_file(callbacks) is None or getattr(callbacks, "__file__", None) is None:
         return {}
     file = Path(callbacks.__file__).absolute()
-    project = file.parent
+    root = file.parent
     names = Path(name).parts
-    if file.parts[-len(names) :] == names:
-        project = Path(*file.parts[: -len(names)])
-    contents = read_project_modules(project)
-    contents.pop(file.relative_to(project).as_posix(), None)
+    if Path(name).is_absolute():
+        root = _find_root(file, Path.cwd())
+    elif file.parts[-len(names) :] == names:
+        root = Path(*file.parts[: -len(names)])
+    contents = read_project_modules(root)
+    contents.pop(file.relative_to(root).as_posix(), None)
     return contents
 
 

@@ -29,22 +29,35 @@ class ProjectModules(importlib.abc.MetaPathFinder):
     """
 
     def __init__(
-        self, folders: Sequence[Path], names: Sequence[str], copies: Path | None = None
+        self,
+        folders: Sequence[Path],
+        names: Sequence[str],
+        copies: Path | None = None,
+        root: Path | None = None,
     ) -> None:
         """Prepares to import modules; none is imported yet.
 
         Args:
-            folders: the folders in which modules are searched; the last one is the project
+            folders: the folders in which modules are searched
             names: further names of modules that belong to the project
             copies: the folder with the copies of the project's modules in a run, which are used
                 instead of the files in the project. ``__file__`` is the path in the project, so
                 that a module finds its data
+            root: the folder whose modules were copied; default: the last one of ``folders``
         """
         self._folders = [str(folder) for folder in folders]
+        self._root = str(root or folders[-1])
         self._copies = ""
+        self._folders_of_copies: list[str] = []
         if copies is not None and copies.is_dir():
             self._copies = str(copies)
-            folders = [copies, *folders]
+            copied = [
+                copies / folder.relative_to(self._root)
+                for folder in folders
+                if folder.is_relative_to(self._root)
+            ]
+            self._folders_of_copies = [str(folder) for folder in copied]
+            folders = [*filter(Path.is_dir, copied), *folders]
         self._names = {*names, *_list_modules(folders)} - _SHARED
         self._names -= {name for name in self._names if _is_library(sys.modules.get(name))}
         self._modules: dict[str, types.ModuleType] = {}
@@ -102,15 +115,15 @@ class ProjectModules(importlib.abc.MetaPathFinder):
         find = importlib.machinery.PathFinder.find_spec
         spec = None
         if self._copies:
-            spec = find(fullname, [self._copies] if path is None else path, target)
+            spec = find(fullname, self._folders_of_copies if path is None else path, target)
         if spec is None and self._copies and path is not None:
-            path = [folder.replace(self._copies, self._folders[-1]) for folder in path]
+            path = [folder.replace(self._copies, self._root) for folder in path]
         if spec is None:
             spec = find(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             original = spec.loader.path
             if self._copies:
-                original = original.replace(self._copies, self._folders[-1])
+                original = original.replace(self._copies, self._root)
             spec.loader = _Loader(fullname, spec.loader.path, self.builtins, original)
         return spec
 

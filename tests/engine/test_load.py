@@ -27,6 +27,11 @@ def create_model():
     layers = keras.layers.RandomFlip(seed=1), keras.layers.Flatten(), keras.layers.Dense(3)
     return keras.Sequential([keras.Input((8, 8, 1)), *layers])
 """
+SCALED = """
+
+def create_model():
+    return small.model_with(keras.layers.Dense(1), keras.layers.Rescaling(SCALE))
+"""
 # A model whose inputs and outputs are nested dicts. It does not use the input "label".
 NESTED = f"""{small.CALLBACKS}
 x = np.random.default_rng(0).normal(size=(3, 32, 4)).astype("float32")
@@ -421,6 +426,28 @@ def create_model():
     np.testing.assert_allclose(output, ctl_core.load("runs/a", callbacks="saved")(inputs))
     with pytest.raises(ctl_core.SetupError, match=r"expected a module, .* or 'saved'"):
         ctl_core.load("runs/a", callbacks="runs/a/callbacks.py")
+
+
+@pytest.mark.parametrize("folder", ["parts", "../shared"])
+def test_hooks_in_a_subfolder_or_outside_of_the_project_have_copies_of_their_modules(
+    cli: Cli, folder: str
+) -> None:
+    """The file imports a module from its own folder."""
+    hooks = Path(folder, "hooks.py").resolve()
+    hooks.parent.mkdir()
+    hooks.write_text(f"from scale_of_hooks import SCALE\n{small.CALLBACKS}{SCALED}")
+    module = hooks.with_name("scale_of_hooks.py")
+    module.write_text("SCALE = 2.0\n")
+    outcome = cli(None, f"--callbacks={folder}/hooks.py", command=FLAGS)
+    assert outcome.code == 0, outcome
+    del sys.modules["scale_of_hooks"]
+    outcome = cli(None, f"--callbacks={hooks}", command=("export", "a"))
+    assert (outcome.code, "has changed" in outcome.out) == (0, False), outcome
+    del sys.modules["scale_of_hooks"]
+
+    module.write_text("SCALE = 3.0\n")
+    saved = ctl_core.load("runs/a", callbacks="saved")
+    assert saved.model.layers[-2].scale == 2.0
 
 
 def test_a_relative_import_is_refused_with_the_import_to_write(cli: Cli) -> None:
