@@ -1,7 +1,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from tensorflow import Tensor
 from tensorflow.data import Dataset
 
 def assert_cardinality(expected_cardinality: int) -> Callable[[Dataset], Dataset]: ...
+def from_variant(variant: Tensor, structure: Any) -> Dataset: ...
 def __getattr__(name: str) -> Any: ...
