@@ -16,6 +16,9 @@ class Options:
     deterministic: bool | None
     threading: Any
 
+class DatasetSpec(TypeSpec):
+    def __init__(self, element_spec: Any, dataset_shape: Any = ()) -> None: ...
+
 class Dataset(Iterable[Any]):
     @staticmethod
     def from_generator(
