@@ -51,13 +51,6 @@ def compare_processes(
         "the processes use different numbers of threads, so their bits would differ",
         "on machines with different numbers of cores, pass --intra-op-threads N to each process.",
     )
-    if config.logical_replicas is not None:
-        cluster.compare(
-            {name: quote(value) for name, value in read_kernel_variables().items()},
-            "the processes choose different kernels, so their bits would differ",
-            "give all of them the same environment variables.",
-            absent="no value",
-        )
     settings = flatten(dataclasses.asdict(config))
     cluster.compare(
         {name: repr(value) for name, value in settings.items() if name not in _MAY_DIFFER},
@@ -65,6 +58,14 @@ def compare_processes(
         "give all of them the same config.yaml, CTL_ variables and flags.",
         absent="nothing",
     )
+    # The settings have been compared, so either all processes make this exchange, or none does.
+    if config.logical_replicas is not None:
+        cluster.compare(
+            {name: quote(value) for name, value in read_kernel_variables().items()},
+            "the processes choose different kernels, so their bits would differ",
+            "give all of them the same environment variables.",
+            absent="no value",
+        )
     cluster.compare(find_process_facts(strategy, callbacks), _ALIKE, _CURE)
 
 

@@ -10,13 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ctl_core.cluster.facts import describe_differences
 from ctl_core.cluster.supervisor import find_free_ports
 from ctl_core.cluster.task import Task
+from ctl_core.run.settings import Config
+from ctl_core.session.facts import compare_processes
 from tests.golden import engine, small
 from tests.helpers import lean
 
@@ -152,6 +156,18 @@ def test_other_numbers_of_devices_are_refused_before_any_collective(tmp_path: Pa
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 2
         assert f"process 1 at {addresses[1]} has virtual_devices 2 instead of 1;" in errors
+
+
+def test_a_setting_of_one_process_does_not_change_the_order_of_comparisons() -> None:
+    """Processes that compare something else would take the one for the other."""
+    numbers = []
+    for config in (Config(steps=1), Config(steps=1, logical_replicas=2)):
+        cluster = MagicMock()
+        cluster.task.processes = 2
+        compare_processes(cluster, tf.distribute.OneDeviceStrategy("CPU:0"), config, None)
+        tables = [call.args[0] for call in cluster.compare.call_args_list]
+        numbers.append([index for index, table in enumerate(tables) if "batch_size" in table])
+    assert numbers == [[1], [1]]
 
 
 def test_differences_name_the_process_that_is_unlike_the_others() -> None:
