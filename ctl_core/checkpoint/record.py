@@ -23,7 +23,6 @@ from pydantic import ConfigDict, TypeAdapter
 from ctl_core import __version__
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import atomic_write, flush_to_disk, relative_path, remove
-from ctl_core.run.layers import parse_settings
 from ctl_core.run.settings import LARGEST
 
 # Increase this number if another version of the engine could misread a record of this version.
@@ -294,10 +293,9 @@ def _check_progress(record: Record) -> None:
         raise ValueError("a count is out of range")
     if not -1 <= progress.get("evaluated", -1) <= record.step:
         raise ValueError("the last evaluation is later than the checkpoint")
-    if planned_last is not None:
-        settings = parse_settings(record.settings, "the record")
-        if not record.step <= planned_last <= (settings.get("steps") or LARGEST):
-            raise ValueError("the planned last step is impossible")
+    # A run that was ended, and forked with fewer steps, still has more planned steps than steps.
+    if planned_last is not None and not record.step <= planned_last <= LARGEST:
+        raise ValueError("the planned last step is impossible")
     for _, step, evaluations in progress.get("best", {}).values():
         if not -1 <= step <= record.step or not 0 <= evaluations <= LARGEST:
             raise ValueError("the best step is impossible")

@@ -223,6 +223,17 @@ def test_a_fork_has_other_settings_and_the_best_of_the_other(
     assert "learning_rate is 0.5 from now on" in printed
 
 
+def test_a_fork_of_a_run_that_a_hook_ended_may_have_fewer_steps(train: Train) -> None:
+    """The fork begins as a run that was ended, and trains if it has more steps than planned."""
+
+    def stop() -> None:
+        raise ctl_core.StopTraining
+
+    train(hooks_of(at_step={4: stop}), run_name="a", steps=20, **SHORT)
+    assert train(hooks_of(), run_name="b", fork="a", steps=8, **SHORT).step == 4
+    assert train(hooks_of(), run_name="b", steps=21, **SHORT).step == 21
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     r"^fork: 'nobody' is neither a run in .*runs nor": {"fork": "nobody"},
     r"^fork: there is no checkpoint .*a@3, only \[4, 2\]\.$": {"fork": "a@3"},
