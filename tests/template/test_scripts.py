@@ -17,7 +17,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from ctl_core.run.errors import PeerLost, RunError, SetupError
-from scripts import terminal
+from scripts import mutations, terminal
 from scripts.tables import DOCS, write_all, write_list_of_pages
 from tests.helpers.rendering import ROOT, TEMPLATE
 
@@ -133,6 +133,18 @@ def test_everything_says_the_same_range(pythons: dict[str, Any], digits: Path) -
     (setup,) = [step["with"] for step in steps if "setup-python" in step.get("uses", "")]
     assert setup["python-version-file"] == "pyproject.toml"
     assert "python-version" not in setup
+
+
+def test_mutations_change_one_line_of_each_of_thirty_modules() -> None:
+    """If a line of the list has changed, the list has to be drawn again."""
+    listed = mutations.read()
+    assert len({mutation.file for mutation in listed}) == len(listed) == mutations.NUMBER
+    for mutation in listed:
+        text = (ROOT / mutation.file).read_text("utf-8")
+        changed = mutation.apply(text)
+        compile(changed, mutation.file, "exec")
+        lines = zip(text.splitlines(), changed.splitlines(), strict=True)
+        assert sum(before != after for before, after in lines) == 1, mutation
 
 
 def test_recording_of_a_terminal(tmp_path: Path) -> None:
