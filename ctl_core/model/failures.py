@@ -86,15 +86,15 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
                 "same steps and names the hook."
             ) from error
         where = hooks.attribute_error(error)
-        cure = find_cure(error) or _describe_damaged_element(state, error)
-        raise errors.RunError(f"{where}, after step {step}{cure}.") from error
+        raise errors.RunError(f"{where}, after step {step}{_find_cure(state, error)}.") from error
 
 
-def find_cure(error: BaseException) -> str:
+def _find_cure(state: State, error: BaseException) -> str:
     """Returns the end of a message that says what to do about an error; empty if unknown."""
-    if _XLA_MESSAGE.search(str(error)):
+    # XLA also compiles functions that the user has marked, whatever the setting is.
+    if state.compilation.is_compiled and _XLA_MESSAGE.search(str(error)):
         return "; train with --no-jit-compile"
-    return ""
+    return _describe_damaged_element(state, error)
 
 
 def _describe_damaged_element(state: State, error: BaseException) -> str:

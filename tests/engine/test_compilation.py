@@ -422,3 +422,13 @@ def test_a_step_that_fails_to_compile_names_the_setting(train: Train) -> None:
     message = "XLA .*after step 0; train with --no-jit-compile"
     with pytest.raises(RunError, match=message):
         train(make_hooks(grad_pre=add_up), steps=1, jit_compile=True)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compute(loss: Any, batch: Any, train_model: Any) -> Any:
+        return add_up(loss, batch, train_model)[0]
+
+    def add_up_compiled(loss: Any, batch: Any, train_model: Any) -> Any:
+        return compute(loss, batch, train_model), 0.0, train_model.trainable_variables
+
+    with pytest.raises(RunError, match=r"XLA .*after step 0\.$"):  # the setting has no effect on it
+        train(make_hooks(grad_pre=add_up_compiled), steps=1, jit_compile=False)
