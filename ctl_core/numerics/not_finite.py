@@ -124,11 +124,6 @@ def _split_complex(gradient: Gradient) -> list[Gradient]:
     return [tf.math.real(gradient), tf.math.imag(gradient)]
 
 
-def is_finite(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns whether all entries of a real or complex tensor are finite, as a bool scalar."""
-    return tf.reduce_all(find_finite_entries(tensor))
-
-
 def find_finite_entries(tensor: tf.Tensor) -> tf.Tensor:
     """Returns for each entry of a real or complex tensor whether it is finite."""
     if is_float8(tensor.dtype):  # is_finite does not support float8
