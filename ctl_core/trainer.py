@@ -18,6 +18,7 @@ import numpy as np
 
 from ctl_core.checkpoint.checkpoints import Checkpoints, check_written, describe_unknown_state
 from ctl_core.checkpoint.record import Record, find_best_step
+from ctl_core.checkpoint.stateful_ops import list_stateful_ops
 from ctl_core.cluster.background import tell_step
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.sync import LoopStatus
@@ -663,8 +664,9 @@ class Trainer:
                 "state is not in checkpoints; use a keras.random.SeedGenerator, or "
                 "tf.random.stateless_*."
             )
-        check_written(state, graph)
-        unknown = describe_unknown_state(state, graph)
+        stateful_ops = list_stateful_ops(graph)
+        check_written(state, graph, stateful_ops)
+        unknown = describe_unknown_state(state, graph, stateful_ops)
         if unknown is not None:
             self._console.warn(unknown)
 

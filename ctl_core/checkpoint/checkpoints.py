@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,7 +44,6 @@ from ctl_core.checkpoint.vocabularies import Vocabularies
 from ctl_core.checkpoint.writer import Divergence, Writer, write_together
 from ctl_core.compat import (
     FunctionGraph,
-    add_called_ops,
     find_captured_iterators,
     find_written_resources,
     read_max_to_keep,
@@ -659,7 +658,7 @@ def _list_variables(ckpt: tf.train.Checkpoint) -> list[tf.Variable]:
     return [item for item in descendants if isinstance(item, tf.Variable)]
 
 
-def check_written(state: State, graph: FunctionGraph) -> None:
+def check_written(state: State, graph: FunctionGraph, stateful_ops: Sequence[tf.Operation]) -> None:
     """Raises an error if a step keeps values for later steps that no checkpoint contains.
 
     These are the values of variables and lookup tables, and the contents of queues. If there are
@@ -669,36 +668,49 @@ def check_written(state: State, graph: FunctionGraph) -> None:
     Args:
         state: the state of the run
         graph: the graph of the step
+        stateful_ops: the result of ``list_stateful_ops`` for the graph
 
     Raises:
         SetupError: the graph writes such a variable or lookup table, or uses a queue.
     """
-    op = find_keeping_op(graph)
+    op = find_keeping_op(stateful_ops)
     if op is not None:
         raise SetupError(
             f"{find_line(op, state.hooks) or 'a step'}: {op.type} keeps values for later steps, "
             "and no checkpoint contains them; keep the values in a tf.Variable of shape "
             "[capacity, ...], and the position of the next one in an integer tf.Variable."
         )
-    unsaved = [*_find_unsaved_variables(state, graph), *_find_unsaved_tables(state, graph)]
+    unsaved = _find_unsaved_variables(state, graph)
+    if any(op.type in _WRITING_TABLES for op in stateful_ops):
+        unsaved += _find_unsaved_tables(state, graph)
     if unsaved:
         raise reject_unsaved(unsaved[0])
 
 
-def describe_unknown_state(state: State, graph: FunctionGraph) -> str | None:
+def describe_unknown_state(
+    state: State, graph: FunctionGraph, stateful_ops: Sequence[tf.Operation]
+) -> str | None:
     """Describes the ops of a step whose state, if they have one, is in no checkpoint.
 
-    Returns None if there are no such ops.
+    Args:
+        state: the state of the run
+        graph: the graph of the step
+        stateful_ops: the result of ``list_stateful_ops`` for the graph
+
+    Returns:
+        The description; None if there are no such ops.
     """
     names = []
-    for op in find_unknown_ops(graph):
+    for op in find_unknown_ops(stateful_ops):
         name = _PYTHON_FUNCTIONS.get(op.type, op.type)
         line = find_line(op, state.hooks)
         if line is not None:
             name += f" in {line}"
         names.append(name)
     iterators = find_captured_iterators(graph, state.data.stream)
-    saved = set(map(id, tf.train.TrackableView(state.ckpt).descendants()))
+    saved: set[int] = set()
+    if iterators:
+        saved = set(map(id, tf.train.TrackableView(state.ckpt).descendants()))
     if any(id(iterator) not in saved for iterator in iterators):
         names.append("an iterator that a hook reads (return it from create_ckpt)")
     if not names:
@@ -744,10 +756,7 @@ def _find_unsaved_variables(state: State, graph: FunctionGraph) -> list[str]:
 
 
 def _find_unsaved_tables(state: State, graph: FunctionGraph) -> list[str]:
-    """Returns a name for each lookup table that a graph writes and that no checkpoint contains."""
-    ops = add_called_ops(graph.get_operations())
-    if not any(op.type in _WRITING_TABLES for op in ops):
-        return []
+    """Returns a name for each lookup table of a graph that can be written and is not saved."""
     named = set(map(id, tf.train.TrackableView(state.ckpt).descendants()))
     tables = [table for table in find_tables(graph) if hasattr(table, "insert")]
     return ["a lookup table" for table in tables if id(table) not in named]

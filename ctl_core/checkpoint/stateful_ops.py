@@ -14,7 +14,7 @@ these classes:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import tensorflow as tf
 
@@ -53,27 +53,28 @@ _HARMLESS = re.compile(
 )
 
 
-def find_keeping_op(graph: tf.Graph) -> tf.Operation | None:
+def list_stateful_ops(graph: tf.Graph) -> list[tf.Operation]:
+    """Returns the ops, also of called functions, that are stateful or take a resource."""
+    return [
+        op
+        for op in add_called_ops(graph.get_operations())
+        if op.op_def.is_stateful or any(tensor.dtype == tf.resource for tensor in op.inputs)
+    ]
+
+
+def find_keeping_op(stateful_ops: Iterable[tf.Operation]) -> tf.Operation | None:
     """Returns the first op that keeps values for later steps outside of variables, or None."""
-    for op in _list_stateful_ops(graph):
+    for op in stateful_ops:
         if _KEEPING.fullmatch(op.type):
             return op
     return None
 
 
-def find_unknown_ops(graph: tf.Graph) -> list[tf.Operation]:
+def find_unknown_ops(stateful_ops: Iterable[tf.Operation]) -> list[tf.Operation]:
     """Returns an op of each type that may have a state that no checkpoint contains."""
     unknown: dict[str, tf.Operation] = {}
-    for op in _list_stateful_ops(graph):
+    for op in stateful_ops:
         is_random = "seed" in op.node_def.attr  # such ops have their own message
         if not is_random and not _HARMLESS.fullmatch(op.type):
             unknown.setdefault(op.type, op)
     return list(unknown.values())
-
-
-def _list_stateful_ops(graph: tf.Graph) -> Iterator[tf.Operation]:
-    """Yields the ops, including those of called functions, that are stateful or take a resource."""
-    for op in add_called_ops(graph.get_operations()):
-        takes_resource = any(tensor.dtype == tf.resource for tensor in op.inputs)
-        if op.op_def.is_stateful or takes_resource:
-            yield op
