@@ -7,12 +7,15 @@ sparse and string tensors are exchanged in parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import tensorflow as tf
 
 from ctl_core.run.errors import RefusedCall
 from ctl_core.types import AnyTensor, Gradient, Structure
+
+GradientT = TypeVar("GradientT", bound=Gradient)
 
 OPERATIONS = ("sum", "mean", "max", "min")
 # The dtypes that an all-gather and an all-reduce accept on any device and in any cluster.
@@ -202,15 +205,35 @@ def reduce(context: tf.distribute.ReplicaContext, value: Structure, operation: s
         return tf.nest.map_structure(lambda leaf: _choose(context, leaf, tf.reduce_min), value)
     reduce_op = tf.distribute.ReduceOp[operation.upper()]
     leaves = tf.nest.flatten(value)
-    encoded = [_encode_number(leaf) for leaf in leaves]
-    reduced: dict[int, Gradient] = {}
-    # In a cluster, all values of an all-reduce must have the same dtype.
-    for dtype in dict.fromkeys(leaf.dtype for leaf in encoded):
-        places = [place for place, leaf in enumerate(encoded) if leaf.dtype == dtype]
-        results = context.all_reduce(reduce_op, [encoded[place] for place in places])
-        reduced.update(zip(places, results, strict=True))
-    decoded = [_decode_number(reduced[place], leaf.dtype) for place, leaf in enumerate(leaves)]
+    reduced = reduce_by_dtype(context, reduce_op, map(_encode_number, leaves))
+    decoded = [
+        _decode_number(total, leaf.dtype) for total, leaf in zip(reduced, leaves, strict=True)
+    ]
     return tf.nest.pack_sequence_as(value, decoded)
+
+
+@do_not_convert
+def reduce_by_dtype(
+    context: tf.distribute.ReplicaContext,
+    reduce_op: tf.distribute.ReduceOp,
+    values: Iterable[GradientT],
+) -> list[GradientT]:
+    """Reduces tensors over the replicas, with an all-reduce for each dtype.
+
+    In a cluster, TensorFlow joins the tensors of an all-reduce, which is not possible if they
+    differ in dtype.
+
+    Args:
+        context: the context of the replica that calls this function
+        reduce_op: the sum or the mean
+        values: the tensors, whose dtypes every all-reduce accepts
+    """
+    values = list(values)
+    reduced: dict[int, GradientT] = {}
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        group = {index: value for index, value in enumerate(values) if value.dtype == dtype}
+        reduced |= context.all_reduce(reduce_op, group)
+    return [reduced[index] for index in range(len(values))]
 
 
 def _encode_number(value: Gradient) -> Gradient:

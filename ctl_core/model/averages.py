@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import keras
 import tensorflow as tf
 
+from ctl_core.cluster.exchange import reduce_by_dtype
 from ctl_core.model.copies import ReplicaCopies, define_copy, list_local_components
-from ctl_core.numerics.reduction import reduce_by_dtype
 from ctl_core.numerics.variables import unwrap
 from ctl_core.types import Variable
 
@@ -76,7 +76,8 @@ class MovingStatistics:
 
     def _average_on_replica(self) -> None:
         values = [statistic.read_value() for statistic in self._statistics]
-        means = reduce_by_dtype(tf.distribute.ReduceOp.MEAN, values)
+        context = tf.distribute.get_replica_context()
+        means = reduce_by_dtype(context, tf.distribute.ReduceOp.MEAN, values)
         for statistic, mean in zip(self._statistics, means, strict=True):
             statistic.assign(mean)
 

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import find_offset_in_share, place_rows
-from ctl_core.cluster.exchange import decode_sum, encode_for_sum
+from ctl_core.cluster.exchange import decode_sum, encode_for_sum, reduce_by_dtype
 from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.compat import run_layers
 from ctl_core.hooks.defaults import note_weighted, uses_weights
@@ -36,13 +36,7 @@ from ctl_core.model.components import (
 )
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.numerics.constants import split_constants
-from ctl_core.numerics.reduction import (
-    Contribution,
-    multiply,
-    reduce_by_dtype,
-    select,
-    sum_over_replicas,
-)
+from ctl_core.numerics.reduction import Contribution, multiply, select, sum_over_replicas
 from ctl_core.numerics.variables import cast_to_float32, name_variable
 from ctl_core.run.console import warn
 from ctl_core.run.errors import CtlError, HookFailed, SetupError, make_line, read_frames
@@ -612,7 +606,7 @@ def _share_first_values(components: Components, present: tf.Tensor) -> None:
     context = tf.distribute.get_replica_context()
     is_first = tf.equal(context.replica_id_in_sync_group, 0)
     values = [keep_if(is_first, encode_for_sum(variable.read_value())) for variable in shared]
-    first_values = reduce_by_dtype(tf.distribute.ReduceOp.SUM, values)
+    first_values = reduce_by_dtype(context, tf.distribute.ReduceOp.SUM, values)
     for variable, first_value in zip(shared, first_values, strict=True):
         value = variable.read_value()
         variable.assign(select(present, value, decode_sum(first_value, value.dtype)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ctl_core.cluster.exchange import decode_sum, encode_for_sum
+from ctl_core.cluster.exchange import decode_sum, encode_for_sum, reduce_by_dtype
 from ctl_core.numerics.constants import restore_constants
 from ctl_core.types import (
     Batch,
@@ -23,8 +23,6 @@ from ctl_core.types import (
 # The fields of a contribution that are not added up: each replica and each micro-batch has its own
 # value.
 PIECES = ("output", "batch")
-
-GradientT = TypeVar("GradientT", bound=Gradient)
 
 
 class Contribution(NamedTuple):
@@ -66,25 +64,9 @@ def sum_over_replicas(values: Structure, replicas: int) -> Structure:
     if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
         values = tf.nest.map_structure(_fix_shape, values)
     flat = tf.nest.flatten(values)
-    summed = reduce_by_dtype(tf.distribute.ReduceOp.SUM, [_split(value) for value in flat])
+    summed = reduce_by_dtype(context, tf.distribute.ReduceOp.SUM, map(_split, flat))
     merged = [_merge(value, total) for value, total in zip(flat, summed, strict=True)]
     return tf.nest.pack_sequence_as(values, merged)
-
-
-def reduce_by_dtype(
-    reduce_op: tf.distribute.ReduceOp, values: Sequence[GradientT]
-) -> list[GradientT]:
-    """Reduces tensors over the replicas, with an all-reduce for each dtype.
-
-    Must be called in a replica context. In a cluster, TensorFlow joins the tensors of an
-    all-reduce, which is not possible if they differ in dtype.
-    """
-    context = tf.distribute.get_replica_context()
-    reduced: dict[int, GradientT] = {}
-    for dtype in dict.fromkeys(value.dtype for value in values):
-        group = {index: value for index, value in enumerate(values) if value.dtype == dtype}
-        reduced |= context.all_reduce(reduce_op, group)
-    return [reduced[index] for index in range(len(values))]
 
 
 def _split(value: Gradient) -> Gradient:
