@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from tensorflow.python.data.util import structure
 
 from ctl_core.compat.graphs import FunctionGraph
 from ctl_core.compat.patches import Scope, wrap_function
+from ctl_core.run.live_objects import list_objects
 
 # The classes of stages that draw different random numbers in each pass. The saved position of an
 # iterator contains the state of these stages.
@@ -184,9 +184,8 @@ def find_captured_iterators(
     }
     if not others:  # so that most runs need not search all objects
         return []
-    iterators = [value for value in gc.get_objects() if issubclass(type(value), tf.data.Iterator)]
     return [
         iterator
-        for iterator in iterators
+        for iterator in list_objects(tf.data.Iterator)
         if id(getattr(iterator, "_iterator_resource", None)) in others
     ]

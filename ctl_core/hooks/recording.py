@@ -26,6 +26,7 @@ from ctl_core.compat import (
     watch_new_layers,
 )
 from ctl_core.numerics.variables import unwrap
+from ctl_core.run.live_objects import list_objects
 from ctl_core.types import Model, Trackable, Variable
 
 # The layers that were created while callbacks.py was imported.
@@ -284,8 +285,7 @@ def find_tables(graph: FunctionGraph) -> list[Trackable]:
     """Returns the lookup tables that a graph captures, regardless of where they were created."""
     captured = {id(outer) for outer, _ in graph.captures}
     kind = tf.saved_model.experimental.TrackableResource
-    # isinstance would read the attribute __class__ of lazily loaded objects, and thereby load them.
-    resources = [value for value in gc.get_objects() if issubclass(type(value), kind)]
+    resources = list_objects(kind)
     return [resource for resource in resources if id(resource.resource_handle) in captured]
 
 

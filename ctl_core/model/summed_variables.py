@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import gc
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -23,6 +22,7 @@ from ctl_core.model.loss_calls import is_exchange, locate_calls
 from ctl_core.model.state import State
 from ctl_core.numerics.variables import is_summed, name_variable, unwrap
 from ctl_core.run.errors import SetupError, read_calls
+from ctl_core.run.live_objects import list_objects
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _ASSIGNMENTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
@@ -97,7 +97,8 @@ def refuse_uses_of_parts(state: State, graph: FunctionGraph) -> None:
     variables = list_parts(state)
     if not variables:
         return
-    metrics = [unwrap(v) for metric in list_metrics() for v in metric.variables]
+    # All metrics that exist, including those of layers.
+    metrics = [unwrap(v) for metric in list_objects(keras.Metric) for v in metric.variables]
     search = Search(
         by_handle={
             id(component.handle): id(variable)
@@ -130,12 +131,6 @@ def list_parts(state: State) -> list[tf.Variable]:
         and variable.aggregation == tf.VariableAggregation.SUM
         and id(variable) not in ignored
     ]
-
-
-def list_metrics() -> list[keras.Metric]:
-    """Returns all Keras metrics, including the metrics of layers."""
-    # isinstance would read the attribute __class__ of lazily loaded objects, and load them.
-    return [item for item in gc.get_objects() if issubclass(type(item), keras.Metric)]
 
 
 def _describe(hooks: Hooks, variables: list[tf.Variable], trace: Trace) -> SetupError:
