@@ -62,15 +62,17 @@ def check_division(state: State, console: Console) -> None:
         )
         return
     is_linear = is_backward_pass_linear(state)
-    if is_linear is None:
-        console.warn(
-            f"{line}: it could not be tested whether the backward pass is linear. If it is not, "
-            f"{cure}."
-        )
-    elif not is_linear:
+    # Each process has tested its own rows, and all must continue or end together.
+    results = state.cluster.gather([is_linear is None, is_linear is False])
+    if results[:, 1].any():
         raise SetupError(
             f"{line}: the backward pass is not linear, but with {setting}, gradients are divided "
             f"by a batch_weight that takes output only after it; {cure}."
+        )
+    if results[:, 0].any():
+        console.warn(
+            f"{line}: it could not be tested whether the backward pass is linear. If it is not, "
+            f"{cure}."
         )
 
 

@@ -221,7 +221,7 @@ class Config:
     log_seconds: float = declare(
         10.0, "seconds between progress lines in a log or a pipe", gt=0, lt=1e6
     )
-    keep: int = declare(50, "number of newest checkpoints to keep, at least 2", ge=2)
+    keep: int = declare(50, "number of newest checkpoints to keep, at least 2", ge=2, le=LARGEST)
     keep_best: _Best | None = declare(
         None,
         "also keep the checkpoint with the best METRIC, METRIC:max or METRIC:min",
