@@ -4,6 +4,7 @@ A mirror is the folder or bucket that the setting ``mirror`` names. In it, the c
 MIRROR/NAME, has the layout of the run's folder:
 
     config.yaml, callbacks.py, metrics.jsonl
+    modules/                            copies of the project's modules, in their folders
     tb/, tb/train/, tb/eval/            the event files of TensorBoard
     ckpt/, ckpt/engine/                 the newest checkpoints, and the best one
 
@@ -42,8 +43,9 @@ from ctl_core.checkpoint.record import (
     read_record,
     read_run_id,
 )
-from ctl_core.checkpoint.stores import FolderStore, open_store
+from ctl_core.checkpoint.stores import FolderStore, Store, open_store
 from ctl_core.cluster.task import read_task, wait_for_chief
+from ctl_core.hooks.callbacks_file import MODULE_COPIES
 from ctl_core.run.errors import SetupError, format_error
 from ctl_core.run.files import (
     atomic_write,
@@ -66,6 +68,8 @@ STAGING = "mirror.tmp"
 _FILES = ("config.yaml", "callbacks.py", "metrics.jsonl")
 _EVENT_FOLDERS = ("tb", "tb/train", "tb/eval")
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.[\w.-]+")
+# The name of a copied module or of its folder. No such name leads to another folder, on any system.
+_MODULE_NAME = re.compile(r"(?!\.)[^/\\:\x00-\x1f]+")
 
 
 class NotCopied(RuntimeError):
@@ -109,6 +113,7 @@ class Mirror:
         # The modification time and size that each file had when it was last copied. Files of
         # checkpoints are not included.
         self._copied_along: dict[str, tuple[int, int]] = {}
+        self._has_removed_modules = False  # those in the mirror that the run no longer imports
         if isinstance(self._store, FolderStore) and _is_same(self._store.root, self._run):
             raise SetupError(f"mirror: {config.mirror} is runs_dir itself; choose another folder.")
 
@@ -259,7 +264,7 @@ class Mirror:
             remove(target)
 
     def _download_along(self, target: Path) -> None:
-        """Downloads the settings, the hooks, the metrics and the event files."""
+        """Downloads the settings, the hooks and modules, the metrics and the event files."""
         names = self._store.list_names("")
         for name in _FILES:
             if name in names:
@@ -269,6 +274,9 @@ class Mirror:
             for name in self._store.list_names(folder):
                 if _EVENT_FILE.fullmatch(name):
                     self._download(f"{folder}/{name}", target / folder / name)
+        for path in _list_modules(self._store):
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            self._download(path, target / path)
 
     # ---- Copying --------------------------------------------------------------------------------
 
@@ -362,11 +370,12 @@ class Mirror:
             self._store.remove(f"ckpt/{path}")
 
     def _copy_along(self, folder: Path) -> None:
-        """Uploads the settings, the hooks, the metrics and the event files if they have changed.
+        """Uploads the settings, hooks, modules, metrics and event files that have changed.
 
         The run may append to a file during the upload, so a copy of the file is uploaded.
         """
-        paths = list(_FILES)
+        modules = _list_modules(FolderStore(self._run))
+        paths = [*_FILES, *modules]
         for place in _EVENT_FOLDERS:
             names = list_names(self._run / place)
             paths += [f"{place}/{name}" for name in names if _EVENT_FILE.fullmatch(name)]
@@ -382,6 +391,10 @@ class Mirror:
             shutil.copyfile(source, copy)
             self._store.upload(copy, path)
             self._copied_along[path] = state
+        if not self._has_removed_modules:  # a run writes its modules only when it starts
+            for path in set(_list_modules(self._store)).difference(modules):
+                self._store.remove(path)
+            self._has_removed_modules = True
 
 
 def _is_same(mirror: Path, run: Path) -> bool:
@@ -396,6 +409,21 @@ def _is_same(mirror: Path, run: Path) -> bool:
             if os.path.samefile(first, second):
                 return True
     return False
+
+
+def _list_modules(store: Store, folder: str = MODULE_COPIES) -> list[str]:
+    """Returns the paths of the copied modules in a folder of a run, and in the folders in it.
+
+    Other names are left out. This ensures that a fetched file is never written outside of the
+    run's folder.
+    """
+    paths = []
+    for name in store.list_names(folder):
+        if _MODULE_NAME.fullmatch(name) and name.endswith(".py"):
+            paths.append(f"{folder}/{name}")
+        elif _MODULE_NAME.fullmatch(name):
+            paths += _list_modules(store, f"{folder}/{name}")
+    return paths
 
 
 def _list_recorded(files: dict[int, list[str]]) -> list[int]:
@@ -423,6 +451,8 @@ def _put_in_place(folder: Path, step: int, run: Path) -> None:
         os.replace(best, ckpt / "best")
     along = [folder / name for name in _FILES if (folder / name).is_file()]
     along += [path for place in _EVENT_FOLDERS for path in (folder / place).glob("events.*")]
+    along += (folder / MODULE_COPIES).rglob("*.py")
+    remove(run / MODULE_COPIES)
     *files, record = list_files(folder / "ckpt", step)
     for source in [*along, *files]:
         _move(source, run / source.relative_to(folder))

@@ -87,14 +87,17 @@ def save(step: int, best: int = -1) -> None:
         copy_checkpoint(ckpt, step, ckpt / "best")
 
 
-def copy(step: int, best: int = -1) -> None:
-    """Copies a checkpoint of the run, and the best checkpoint, to the mirror."""
+def copy(step: int, best: int = -1, process: Mirror | None = None) -> None:
+    """Copies a checkpoint of the run, and the best checkpoint, to the mirror.
+
+    Without ``process``, each call copies as a new process does.
+    """
     staged = Path("staged")
     shutil.rmtree(staged, ignore_errors=True)
     copy_checkpoint(Path("runs/a/ckpt"), step, staged / "newest")
     if best not in (-1, step):
         copy_checkpoint(Path("runs/a/ckpt/best"), best, staged / "best")
-    Mirror(CONFIG).copy(staged, step, best)
+    (process or Mirror(CONFIG)).copy(staged, step, best)
 
 
 def read_files(folder: Path, step: int) -> dict[str, bytes]:
@@ -281,6 +284,56 @@ def test_names_of_a_bucket_that_lead_elsewhere_are_left_out(
         stores.FolderStore, "list_names", lambda store, folder: [*listed(store, folder), *names]
     )
     assert fetch() == 2
+
+
+def write_modules(contents: dict[str, str]) -> None:
+    """Replaces the copies of the project's modules in the run's folder."""
+    shutil.rmtree("runs/a/modules", ignore_errors=True)
+    for name, content in contents.items():
+        path = Path("runs/a/modules", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+@pytest.mark.usefixtures("place")
+def test_fetched_run_has_the_modules_with_which_it_was_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Modules that the run no longer imports are removed, and unchanged ones are copied once."""
+    trained = {"net.py": "new", "lr=0.1 (b)/nets/__init__.py": "", "lr=0.1 (b)/nets/big.py": "a"}
+    save(2)
+    write_modules({"net.py": "old", "gone/gone.py": ""})
+    copy(2)
+    assert Path("there/a/modules/gone/gone.py").exists()
+    write_modules(trained)
+    uploaded = list[str]()
+    upload = stores.FolderStore.upload
+
+    def note(store: stores.FolderStore, source: Path, path: str) -> None:
+        uploaded.append(path)
+        upload(store, source, path)
+
+    monkeypatch.setattr(stores.FolderStore, "upload", note)
+    process = Mirror(CONFIG)
+    for step in (4, 6):
+        save(step)
+        copy(step, process=process)
+    copied = [path for path in uploaded if path.startswith("modules")]
+    assert sorted(copied) == sorted(f"modules/{name}" for name in trained)
+    Path("there/a/modules/.DS_Store").touch()
+    Path("there/a/modules/notes.txt").touch()
+    lose_machine()
+    save(2)
+    write_modules({"net.py": "old", "stale.py": ""})
+    names = ["..", ".", "../evil.py", "a\\..\\evil.py", "/evil.py", "C:evil.py"]
+    listed = stores.FolderStore.list_names
+    monkeypatch.setattr(
+        stores.FolderStore, "list_names", lambda store, folder: [*listed(store, folder), *names]
+    )
+    fetch_run(CONFIG)
+    assert list_saved_steps(Path("runs/a/ckpt")) == [6, 2]
+    expected = {Path("runs/a/modules", name): trained[name].encode() for name in trained}
+    assert small.read_files(Path("runs/a/modules")) == expected
 
 
 # ---- Kills --------------------------------------------------------------------------------------
