@@ -32,6 +32,8 @@ TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 3e-2
 # The kinds of values that are proportional to the loss.
 OF_LOSS = (EXTRA_LOSS, LOSS, LOGGED, EVAL_LOSS)
+# The dtypes of weights and gradients whose rounding errors are larger than ``TOLERANCE``.
+_LOW_PRECISION = (np.dtype(np.float16), np.dtype(tf.bfloat16.as_numpy_dtype))
 # Rounding errors may be larger than those that were measured, by up to this factor.
 _ROUNDING_FACTOR = 4
 
@@ -124,6 +126,8 @@ def compare_values(
         if kind is UPDATE and skips_updates:
             continue
         relative = gradient_tolerance if kind in (GRADIENT, UPDATE) else tolerance
+        if expected_array.dtype in _LOW_PRECISION:
+            relative = max(relative, LOW_PRECISION_TOLERANCE)
         largest = max(find_largest(expected_array), least.get(kind, 1.0))
         rounding = find_rounding(expected_array, rounded.get((kind, name), []))
         for array in actual.get((kind, name), []):

@@ -99,11 +99,14 @@ class Start(NamedTuple):
 def train_here(callbacks: Any, config: Config, start: Start) -> State:
     """Trains a run like ``train``, but does not fetch the run from its mirror."""
     with TURNS.train(config.run_name or "a run"):
-        return _train_alone(callbacks, config, start)
+        return train_in_turn(callbacks, config, start)
 
 
-def _train_alone(callbacks: Any, config: Config, start: Start) -> State:
-    """Trains a run while no other thread trains or loads one."""
+def train_in_turn(callbacks: Any, config: Config, start: Start) -> State:
+    """Trains a run; the caller ensures that no other thread trains or loads one at the same time.
+
+    The benchmarks call this function directly, because they train several runs in turns.
+    """
     task = find_task(config)
     hooks_file = read_hooks_file(callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []

@@ -1,6 +1,7 @@
 """Sets the global state of TensorFlow and Keras for a run, and restores it afterwards."""
 
 import contextlib
+import linecache
 from collections.abc import Iterator
 
 import keras
@@ -38,6 +39,9 @@ def leave_run() -> Iterator[None]:
     restores the signal handlers.
     """
     global _policy_outside
+    # AutoGraph reads the source of functions from this cache, which may have an older content of a
+    # file that was changed since then, for example in a notebook.
+    linecache.checkcache()
     policy = keras.config.dtype_policy()
     outside = _policy_outside
     if outside is not None:

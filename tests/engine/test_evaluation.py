@@ -115,7 +115,9 @@ def test_an_exchange_where_replicas_cannot_meet_is_refused(train: Train) -> None
     for hook, compiled in ((in_function, False), (in_branch, False), (in_branch, True)):
         hooks, message = (
             make_hooks(input_pre=hook),
-            "exchanges between replicas" if compiled else "merge_call",
+            "exchanges between replicas"
+            if compiled
+            else "exchanges values between replicas inside",
         )
         with pytest.raises(ctl_core.SetupError, match=rf"^input_pre \(\w+.py:\d+\): .*{message}"):
             train(hooks, steps=1, virtual_devices=2, jit_compile=compiled)

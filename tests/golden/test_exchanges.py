@@ -12,7 +12,7 @@ import ctl_core
 from ctl_core import all_gather, all_reduce
 from tests.golden import compare, engine, small
 from tests.golden.reference import RATE
-from tests.golden.test_any_batch import train_on
+from tests.golden.uneven_batches import train_on
 
 
 def to_ragged(inputs: Any) -> tf.RaggedTensor:

@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 
 import ctl_core
-from ctl_core.hooks.defaults import print_loss
 from tests.golden import compare, engine, small
 from tests.golden.lookahead import Lookahead
 from tests.golden.reference import RATE
@@ -211,7 +210,10 @@ def test_rates_of_all_optimizers_are_reported(train: engine.Train, runs: Path) -
         second = keras.optimizers.SGD(schedule)
         return [(keras.optimizers.SGD(lr), variables[:2]), (second, variables[2:])]
 
-    hooks = small.hooks(create_opt=create_opt, every_steps={1: print_loss})
+    def report(step: int, loss: tf.Tensor) -> None:
+        ctl_core.report(step, loss=loss)
+
+    hooks = small.hooks(create_opt=create_opt, every_steps={1: report})
     train(hooks, steps=2, learning_rate=0.01)
     lines = map(json.loads, (runs / "run" / "metrics.jsonl").read_text().splitlines())
     rates = [(line["learning_rate"], line["learning_rate/1"]) for line in lines]
