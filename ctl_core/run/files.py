@@ -192,15 +192,25 @@ def lock_file(file: IO[Any]) -> bool:
     """
     if fcntl is None:
         return True
-    for _ in range(3):  # retries, because ``is_locked`` in another process locks for a moment
+    try:
+        return _try_lock(file)
+    except OSError as error:
+        logging.getLogger("ctl_core").warning("%s cannot be locked: %s", file.name, error)
+        return True
+
+
+def _try_lock(file: IO[Any] | int) -> bool:
+    """Locks an open file or folder; returns False if another process holds the lock.
+
+    Raises:
+        OSError: the file system cannot lock it.
+    """
+    for _ in range(3):  # retries, because ``is_run_locked`` in another process locks for a moment
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             time.sleep(0.1)
-        except OSError as error:
-            logging.getLogger("ctl_core").warning("%s cannot be locked: %s", file.name, error)
-            return True
     return False
 
 
@@ -212,14 +222,12 @@ def _lock_folder(folder: Path) -> int | None:
         locked if the system or file system cannot lock folders, as over NFS.
     """
     descriptor = os.open(folder, os.O_RDONLY)
-    for _ in range(3):  # retries, because ``is_run_locked`` in another process locks for a moment
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            time.sleep(0.1)
-        except OSError:
-            return descriptor
+    try:
+        is_ours = _try_lock(descriptor)
+    except OSError:
+        return descriptor
+    if is_ours:
+        return descriptor
     os.close(descriptor)
     return None
 

@@ -352,6 +352,26 @@ def cut_copying(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> bool:
     return False
 
 
+def fetch_after_each_cut(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Cuts the copy of the newest checkpoint at each of its operations, and fetches the run.
+
+    Returns:
+        The step that was fetched after each cut, and after the copy that was not cut.
+    """
+    shutil.copytree("runs", "kept-runs")
+    shutil.copytree("there", "kept")
+    fetched = list[int | None]()
+    was_cut = True
+    while was_cut:
+        for name in ("there", "runs"):
+            shutil.rmtree(name)
+        shutil.copytree("kept", "there")
+        shutil.copytree("kept-runs", "runs")
+        was_cut = cut_copying(Fuse(len(fetched)), monkeypatch)
+        fetched.append(fetch())
+    return fetched
+
+
 @pytest.mark.usefixtures("place")
 def test_killed_while_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a kill at any operation of a copy, the new or the previous checkpoint is fetched."""
@@ -361,18 +381,7 @@ def test_killed_while_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         save(step, best=1)
         copy(step, best=1)
     save(4, best=1)
-    shutil.copytree("runs", "kept-runs")
-    shutil.copytree("there", "kept")
-    fetched = list[int | None]()
-    while True:
-        for name in ("there", "runs"):
-            shutil.rmtree(name)
-        shutil.copytree("kept", "there")
-        shutil.copytree("kept-runs", "runs")
-        was_cut = cut_copying(Fuse(len(fetched)), monkeypatch)
-        fetched.append(fetch())
-        if not was_cut:
-            break
+    fetched = fetch_after_each_cut(monkeypatch)
     assert fetched == [3] * fetched.count(3) + [4] * fetched.count(4)
     assert fetched.count(3) > 5
     assert fetched.count(4) > 2
@@ -424,17 +433,7 @@ def test_killed_while_it_replaces_a_damaged_checkpoint(monkeypatch: pytest.Monke
             path.unlink()
         Path(f"there/a/ckpt/engine/ckpt-{step}.index").write_bytes(b"cut")
     save(4, best=1)
-    shutil.copytree("runs", "kept-runs")
-    shutil.copytree("there", "kept")
-    fetched = list[int | None]()
-    was_cut = True
-    while was_cut:
-        for name in ("there", "runs"):
-            shutil.rmtree(name)
-        shutil.copytree("kept", "there")
-        shutil.copytree("kept-runs", "runs")
-        was_cut = cut_copying(Fuse(len(fetched)), monkeypatch)
-        fetched.append(fetch())
+    fetched = fetch_after_each_cut(monkeypatch)
     assert fetched == [2] * fetched.count(2) + [4] * fetched.count(4)
     assert fetched.count(2) > 5
     assert fetched.count(4) > 5
