@@ -46,7 +46,7 @@ from ctl_core.run.files import relative_path
 from ctl_core.run.layers import resolve
 from ctl_core.run.settings import Config
 from ctl_core.session.process import leave_run
-from ctl_core.session.turns import TURNS
+from ctl_core.session.turns import PROCESS_TURN
 from ctl_core.types import (
     AnyTensor,
     AnyTensorSpec,
@@ -435,7 +435,7 @@ def load(
     folder = _find_run(Path(run))
     refuse_here(folder)
     config = resolve([read_run_settings(folder)])
-    contexts = (TURNS.load(), leave_run(), _keep_custom_objects(), _note_loading(folder))
+    contexts = (PROCESS_TURN.load(), leave_run(), _keep_custom_objects(), _note_loading(folder))
     with contextlib.ExitStack() as stack:
         for context in (*contexts, allow_autograph()):
             stack.enter_context(context)

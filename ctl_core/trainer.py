@@ -51,7 +51,7 @@ from ctl_core.session.messages import (
     describe_weighting,
 )
 from ctl_core.session.run import Run
-from ctl_core.session.turns import TURNS
+from ctl_core.session.turns import PROCESS_TURN
 from ctl_core.session.watch import Watch
 
 # This advice is printed when a run with several replicas starts from scratch.
@@ -344,7 +344,7 @@ class Trainer:
             if step >= schedule.last or self._signal:
                 break
             with state.clock.pause():
-                TURNS.offer()
+                PROCESS_TURN.offer()
             stop = schedule.find_next_stop(step)
             step, has_ended = self._advance(step, stop)
         with state.clock.pause():

@@ -57,7 +57,7 @@ from ctl_core.serving import load
 from ctl_core.session.messages import count_parameters, describe_weighting
 from ctl_core.session.process import prepare_process
 from ctl_core.session.run import Run, open_session
-from ctl_core.session.turns import TURNS
+from ctl_core.session.turns import PROCESS_TURN
 from ctl_core.trainer import Trainer
 from ctl_core.types import Callbacks
 
@@ -86,7 +86,7 @@ def check(callbacks: Callbacks, config: Config) -> State:
         RunError: devices cannot be compared.
         CtlError: any error of ``train``.
     """
-    with TURNS.train(config.run_name or "a run"):
+    with PROCESS_TURN.train(config.run_name or "a run"):
         return _check_alone(callbacks, config)
 
 

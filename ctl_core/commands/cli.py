@@ -46,7 +46,7 @@ _File = Annotated[FilePath, AfterValidator(os.path.abspath)]
 OPTIONS: dict[str, Any] = {
     "config": (list[str] | None, declare(None, "settings file; repeat the flag for more")),
     "continue": (bool, declare(False, "resume a run that a hook ended with StopTraining")),
-    "start_over": (bool, declare(False, "begin a run again whose checkpoints were deleted")),
+    "start_over": (bool, declare(False, "begin again a run whose checkpoints were deleted")),
     "check": (bool, declare(False, "try every hook once, in a temporary folder")),
     "background": (bool, declare(False, "continue in the background after the first step")),
     "note": (str | None, declare(None, "what you expect of the run, for training_log.md")),

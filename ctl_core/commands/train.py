@@ -26,7 +26,7 @@ from ctl_core.run.listeners import Listener, find_listener
 from ctl_core.run.settings import Config
 from ctl_core.session.process import prepare_process
 from ctl_core.session.run import Run, open_session
-from ctl_core.session.turns import TURNS
+from ctl_core.session.turns import PROCESS_TURN
 from ctl_core.session.watch import Watch
 from ctl_core.trainer import Trainer
 
@@ -98,7 +98,7 @@ class Start(NamedTuple):
 
 def train_here(callbacks: Any, config: Config, start: Start) -> State:
     """Trains a run like ``train``, but does not fetch the run from its mirror."""
-    with TURNS.train(config.run_name or "a run"):
+    with PROCESS_TURN.train(config.run_name or "a run"):
         return train_in_turn(callbacks, config, start)
 
 

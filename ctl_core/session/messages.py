@@ -77,7 +77,7 @@ def describe_free_order(state: State) -> str:
     """Returns the warning for a pipeline whose order may differ from run to run."""
     return (
         f"{state.data.hook}: with deterministic=False, the examples have another order in each "
-        "run, so weights are not reproduced exactly, also after a resume; leave it out, or pass "
+        "run, so weights are not reproduced exactly, even after a resume; leave it out, or pass "
         "--deterministic."
     )
 

@@ -125,12 +125,12 @@ class Turns:
                 self._changed.notify_all()
 
 
-TURNS = Turns()
+PROCESS_TURN = Turns()
 
 
 def _start_again() -> None:
     """Forgets the threads of the process from which this one was forked."""
-    TURNS.__init__()  # type: ignore[misc]
+    PROCESS_TURN.__init__()  # type: ignore[misc]
 
 
 if hasattr(os, "register_at_fork"):
