@@ -22,7 +22,6 @@ import ctl_core
 from benchmarks.pace import CHECKED, Over, Pace
 from benchmarks.report import COMPILED, FIT, FLOOR, INPUT, MANY, TEXTBOOK, UNCOMPILED
 from benchmarks.workloads import LEARNING_RATE, Workload, losses
-from ctl_core.commands.train import Start, train_in_turn
 
 Peer = Callable[[Workload, tf.distribute.Strategy, int, Pace], None]
 
@@ -48,10 +47,23 @@ def settings(work: Workload, folder: str, **others: Any) -> ctl_core.Config:
     return ctl_core.Config(**{"steps": 2**40, **base, **quiet, **others})
 
 
+def train_in_turns(hooks: SimpleNamespace, config: ctl_core.Config) -> None:
+    """Trains as ``ctl_core.train`` does, which would refuse a second training beside this one."""
+    # Imported here, because ``benchmarks.engines`` compares older engines, which lack these names.
+    from ctl_core.commands.train import Start, train_in_turn
+
+    train_in_turn(hooks, config, Start(time.monotonic()))
+
+
 def engine(
-    work: Workload, strategy: tf.distribute.Strategy, every: int, pace: Pace, **others: Any
+    work: Workload,
+    strategy: tf.distribute.Strategy,
+    every: int,
+    pace: Pace,
+    train: Callable[[SimpleNamespace, ctl_core.Config], Any] = train_in_turns,
+    **others: Any,
 ) -> None:
-    """Trains with ``ctl_core.train``; a host hook reads the loss."""
+    """Trains with this engine; a host hook reads the loss."""
 
     def create_model() -> keras.Model:
         model = work.create_model()
@@ -74,9 +86,7 @@ def engine(
     hooks = callbacks(work, create_model=create_model, every_steps=every_steps, at_step=at_step)
     replicas = strategy.num_replicas_in_sync
     with tempfile.TemporaryDirectory() as folder:
-        # ``ctl_core.train`` would refuse a second training, but paces train in turns.
-        config = settings(work, folder, virtual_devices=replicas, **others)
-        train_in_turn(hooks, config, Start(time.monotonic()))
+        train(hooks, settings(work, folder, virtual_devices=replicas, **others))
     raise Over
 
 

@@ -254,7 +254,8 @@ class Trainer:
         state.clock = Clock()
         self._start_progress()
         try:
-            self._loop()
+            with state.recording.watch_layers():
+                self._loop()
         except Exception:
             self.run_at_end("failed")
             raise

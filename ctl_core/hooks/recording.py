@@ -109,6 +109,7 @@ class Recording:
         self._open = False
         self._held: list[Any] = []
         self._late: list[LateObject] = []
+        self._layers_of_host_hook: list[weakref.ref[Any]] | None = None
 
     @contextlib.contextmanager
     def record_as(self, hook: str) -> Iterator[None]:
@@ -134,10 +135,26 @@ class Recording:
         self._held = [reference() for reference in (*references, *self._layers)]
 
     @contextlib.contextmanager
+    def watch_layers(self) -> Iterator[None]:
+        """Makes ``watch`` note layers, too, within the context.
+
+        All host hooks of a training share one such context, because it changes ``keras.Layer``. It
+        would take longer to enter than a short hook runs.
+        """
+
+        def note(layer: keras.Layer) -> None:
+            if self._layers_of_host_hook is not None:
+                self._layers_of_host_hook.append(weakref.ref(layer))
+
+        with watch_new_layers(note):
+            yield
+
+    @contextlib.contextmanager
     def watch(self, hook: str) -> Iterator[list[LateObject]]:
         """Notes the variables and layers that a host hook creates inside the context.
 
         No checkpoint could restore the variables, because they do not exist when a run is built.
+        Layers are noted within ``watch_layers`` only.
 
         Args:
             hook: the name and line of the hook
@@ -154,10 +171,12 @@ class Recording:
             created.append(LateObject(hook, f"the variable {name}", weakref.ref(variable)))
             return variable
 
+        self._layers_of_host_hook = layers
         try:
-            with tf.variable_creator_scope(create), note_layers(layers):
+            with tf.variable_creator_scope(create):
                 yield created
         finally:
+            self._layers_of_host_hook = None
             self._late += created
         for reference in layers:
             layer = reference()
