@@ -178,7 +178,7 @@ PROGRAMS = {
     # averaged weights, training metrics and a reader.
     **{
         name: Program(partial(make_feature, name), FEATURES[name][1])
-        for name in ("embedding", "compiled", "all")
+        for name in ("compiled", "all")
     },
 }
 
