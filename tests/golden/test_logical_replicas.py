@@ -254,7 +254,7 @@ def train_on_one_and_three(
     ]
 
 
-@pytest.mark.parametrize("feature", small.slow_but("all", of=FEATURES))
+@pytest.mark.parametrize("feature", small.slow_but("lora", of=FEATURES))
 def test_features_end_with_the_same_bits_killed_and_on_other_devices(
     feature: str, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ it. Commands that train or use runs are run in this process, because starting on
 Commands that create environments or clusters are run in a real shell, which is slow.
 """
 
+import functools
 import itertools
 import os
 import re
@@ -52,6 +53,7 @@ def find_links(page: Path) -> list[str]:
     return [link for link in targets if not re.match(r"https?:", link)]
 
 
+@functools.cache
 def find_anchors(page: Path) -> set[str]:
     """Returns the anchors of a page's headings, as GitHub names them."""
     pairs = itertools.pairwise(read_tokens(page))
