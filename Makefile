@@ -37,8 +37,8 @@ DEVICE ?= cpu
 KILLS ?= 1200
 WITH ?= tensorflow-cpu
 PIP = -m pip install --quiet --disable-pip-version-check
-# One more than there are cores, for some tests wait for others' processes; each takes up to 1.5 GB.
-PROCESSES ?= $(shell "$(PYTHON)" -c 'import os; print(min(8, 1 + (os.cpu_count() or 2)))')
+# Two more than there are cores, for some tests wait for others' processes; each takes up to 3 GB.
+PROCESSES ?= $(shell "$(PYTHON)" -c 'import os; print(min(8, 2 + (os.cpu_count() or 2)))')
 # A process that crashes ends the tests: with another in its place they would wait for ever.
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses $(PROCESSES) --max-worker-restart 0 --dist loadfile \
 	--no-loadscope-reorder $(foreach place,browser ray slurm clouds trackers s3,--ignore tests/on_$(place)) --ignore tests/engine_net
