@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -17,9 +18,15 @@ from ctl_core.cluster.task import (
     read_task,
     wait_for_others,
 )
-from ctl_core.compat import cut_join, list_cpu_devices
+from ctl_core.compat import cut_join, list_cpu_devices, read_preemption
 from ctl_core.run.errors import PeerLost, SetupError
 from ctl_core.run.settings import Config
+
+# The maximum time after which TensorFlow reports a signal that its own handler has received
+# (seconds).
+_REPORT_SECONDS = 1.5
+# The time at which this process has joined the cluster, until ``has_missed_sigterm`` is called.
+_joined_at: list[float] = []
 
 
 def find_task(config: Config) -> Task:
@@ -185,6 +192,18 @@ def has_joined() -> bool:
     return _join_cluster.cache_info().currsize > 0
 
 
+def has_missed_sigterm() -> bool:
+    """Returns True if a process of the cluster has received SIGTERM while it joined.
+
+    At that time, TensorFlow's handler replaces the engine's. Only the first call looks for such a
+    signal, and waits until TensorFlow would have reported it.
+    """
+    if not _joined_at:
+        return False
+    waited = time.monotonic() - _joined_at.pop()
+    return read_preemption(max(_REPORT_SECONDS - waited, 0.1))
+
+
 @functools.cache  # a second call would wait for the other processes, which do not join again
 def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
     """Joins the cluster as the given task; returns the strategy of the cluster."""
@@ -201,6 +220,8 @@ def _join_cluster(task: Task, virtual_devices: int) -> tf.distribute.Strategy:
     )
     try:
         with keep_handlers(), list_cpu_devices(virtual_devices), cut_join(JOIN_SECONDS):
-            return tf.distribute.MultiWorkerMirroredStrategy(resolver)
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
     except tf.errors.OpError as error:
         raise PeerLost(describe_loss(task, error)) from error
+    _joined_at.append(time.monotonic())
+    return strategy

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import signal
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from ctl_core.checkpoint.logical_replicas import settle_logical_replicas
 from ctl_core.checkpoint.mirror import fetch_run
 from ctl_core.checkpoint.source import find_start
 from ctl_core.cluster.signals import Signals
-from ctl_core.cluster.strategy import find_task
+from ctl_core.cluster.strategy import find_task, has_missed_sigterm
 from ctl_core.cluster.sync import join_peers
 from ctl_core.commands.inherited import inherit_settings
 from ctl_core.compat import describe_untested
@@ -135,6 +136,8 @@ def train_in_turn(callbacks: Any, config: Config, start: Start) -> State:
         trainer = Trainer(state, run, console, signals, watch, start.started)
         with contextlib.closing(trainer):
             trainer.restore(start.go_on)
+            if has_missed_sigterm():
+                signal.raise_signal(signal.SIGTERM)
             modules = functools.partial(read_modules, callbacks, config.callbacks)
             trainer.train(hooks_file, modules)
     return state

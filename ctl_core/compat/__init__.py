@@ -74,6 +74,7 @@ from ctl_core.compat.distribution import (
     list_cpu_devices,
     mute_other_summaries,
     publish,
+    read_preemption,
     read_published,
 )
 from ctl_core.compat.gradients import (
@@ -184,6 +185,7 @@ __all__ = [
     "read_max_to_keep",
     "read_object_graph",
     "read_position",
+    "read_preemption",
     "read_published",
     "read_rate",
     "read_translated_stack",

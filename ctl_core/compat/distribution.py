@@ -15,6 +15,7 @@ from tensorflow.python.distribute import (
     cross_device_utils,
     distribute_lib,
 )
+from tensorflow.python.distribute.failure_handling import preemption_watcher
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
 from tensorflow.python.ops import collective_ops, summary_ops_v2
@@ -234,6 +235,21 @@ def read_published(key: str, seconds: float) -> str | None:
     except tf.errors.DeadlineExceededError:
         return None
     return text
+
+
+def read_preemption(seconds: float) -> bool:
+    """Waits until TensorFlow's own handler of SIGTERM reports a signal.
+
+    TensorFlow installs the handler when a process joins a cluster. A thread looks once a second
+    whether the handler was called, and then publishes a string.
+
+    Args:
+        seconds: the maximum time to wait (seconds)
+
+    Returns:
+        True if a process of the cluster has received SIGTERM while the handler was installed.
+    """
+    return read_published(preemption_watcher._PREEMPTION_KEY, seconds) is not None
 
 
 Encode = Callable[[tf.Tensor], tf.Tensor]

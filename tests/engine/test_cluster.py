@@ -6,6 +6,7 @@ longer than a case. The weights of programs on two processes are compared in tes
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +28,9 @@ from tests.helpers import lean
 pytestmark = pytest.mark.cluster
 
 CASES = """
-    random_numbers drift decisions not_finite settings_differ data_differs rows_differ
-    programs_differ folders_differ layers_frozen_unalike hook_state variables_differ
+    terminated_while_joining random_numbers drift decisions not_finite settings_differ
+    kernels_differ data_differs rows_differ programs_differ folders_differ layers_frozen_unalike
+    hook_state variables_differ
 """
 
 
@@ -62,6 +64,7 @@ def test_random_layers_differ_between_processes_and_go_on_after_a_resume(two: Pa
         ("drift", ("after step 3, sequential", "out/bias", "between replicas 0 and 1")),
         ("stopped", ("the loss of step 3 is not finite",)),
         ("settings", ("the settings differ between the processes", "has learning_rate 0.2")),
+        ("kernels", ("the processes choose different", "has TF_ENABLE_ONEDNN_OPTS '0' instead of")),
         (
             "activation",
             ("the forward pass is not the same", "op Relu of create_model (cluster_program.py:"),
@@ -108,6 +111,13 @@ def test_another_number_of_threads_than_the_chiefs_is_refused(tmp_path: Path) ->
         assert message.startswith("the processes use different numbers of threads")
         assert "has intra_op_threads 2 instead of 1; " in message
         assert "pass --intra-op-threads N to each process." in message
+
+
+def test_sigterm_while_tensorflow_joins_the_cluster_stops_the_run(two: Path) -> None:
+    """TensorFlow's own handler takes the signal, and ours is installed only after joining."""
+    for values in kept(two, "joining"):
+        assert values["steps"].tolist() == [0, 4]
+        assert values["stopped_by"] == signal.SIGTERM
 
 
 def test_decisions_of_one_process_hold_on_all(two: Path) -> None:

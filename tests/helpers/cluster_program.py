@@ -7,9 +7,11 @@ below. Starting a process takes seconds, so a cluster runs several cases one aft
 import importlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -44,6 +46,24 @@ def keep_message(folder: Path, name: str, hooks: Any, **settings: Any) -> None:
     except (ctl_core.SetupError, ctl_core.RunError) as error:
         message = str(error)
     keep(folder, name, message=message)
+
+
+def terminated_while_joining(folder: Path) -> None:
+    """Sends SIGTERM to one process while TensorFlow's handler is installed.
+
+    This must be the first case of its cluster, because a process joins a cluster only once.
+    """
+    join = tf.distribute.MultiWorkerMirroredStrategy.__init__
+
+    def join_and_signal(strategy: Any, *args: Any) -> None:
+        join(strategy, *args)
+        if TASK == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    with patch.object(tf.distribute.MultiWorkerMirroredStrategy, "__init__", join_and_signal):
+        stopped = run(folder, "joining", make_hooks(), steps=4)
+    resumed = run(folder, "joining", make_hooks(), steps=4)
+    keep(folder, "joining", steps=[stopped.step, resumed.step], stopped_by=stopped.stopped_by)
 
 
 def random_numbers(folder: Path) -> None:
@@ -112,6 +132,18 @@ def threads_differ(folder: Path) -> None:
     """
     settings = {"logical_replicas": 2, "intra_op_threads": 1 + TASK}
     keep_message(folder, "threads", make_hooks(), steps=1, **settings)
+
+
+def kernels_differ(folder: Path) -> None:
+    """Sets an environment variable that chooses other kernels in one process."""
+    name = "TF_ENABLE_ONEDNN_OPTS"
+    before = os.environ.pop(name, None)
+    if TASK == 1:
+        os.environ[name] = "0"
+    keep_message(folder, "kernels", make_hooks(), steps=1, logical_replicas=2)
+    os.environ.pop(name, None)
+    if before is not None:
+        os.environ[name] = before
 
 
 def settings_differ(folder: Path) -> None:
