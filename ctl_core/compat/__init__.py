@@ -59,6 +59,7 @@ from ctl_core.compat.datasets import (
     note_interleave_order,
     read_cache_file,
     read_position,
+    read_snapshot_folder,
     restore_position,
     stops_on_empty_dataset,
 )
@@ -188,6 +189,7 @@ __all__ = [
     "read_preemption",
     "read_published",
     "read_rate",
+    "read_snapshot_folder",
     "read_translated_stack",
     "read_variables",
     "refuse_optimizers",

@@ -101,6 +101,15 @@ def is_snapshot(stage: tf.data.Dataset) -> bool:
     return "Snapshot" in type(stage).__name__
 
 
+def read_snapshot_folder(stage: tf.data.Dataset) -> str | None:
+    """Returns the folder of a snapshot stage; None for any other stage."""
+    if not is_snapshot(stage):
+        return None
+    snapshot: Any = stage  # TensorFlow exports no name of its class
+    folder: bytes = tf.get_static_value(tf.convert_to_tensor(snapshot._path))
+    return folder.decode()
+
+
 def is_shuffle(stage: tf.data.Dataset) -> bool:
     """Returns whether a stage of a pipeline shuffles elements."""
     return "Shuffle" in type(stage).__name__

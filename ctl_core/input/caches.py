@@ -16,7 +16,7 @@ import zlib
 import tensorflow as tf
 
 from ctl_core.cluster.sync import Cluster
-from ctl_core.compat import is_snapshot, list_stages, read_cache_file
+from ctl_core.compat import is_snapshot, list_stages, read_cache_file, read_snapshot_folder
 from ctl_core.hooks.hooks import Hook
 from ctl_core.run.files import find_pattern_character
 
@@ -44,15 +44,17 @@ def refuse_unfinished_caches(hook: Hook, dataset: tf.data.Dataset) -> None:
     """Rejects a pipeline if another process has left one of the cache files unfinished.
 
     Raises:
-        SetupError: a cache file is unfinished, or TensorFlow would interpret its name as a pattern;
-            the message names it.
+        SetupError: a cache file is unfinished, or TensorFlow would interpret the name of a cache
+            file or snapshot as a pattern; the message names it.
     """
-    for file in list_cache_files(dataset):
+    folders = filter(None, map(read_snapshot_folder, list_stages(dataset)))
+    for file in [*list_cache_files(dataset), *folders]:
         character = find_pattern_character(file)
         if character is not None:
             raise hook.reject(
-                f"its cache file {file} contains {character!r}, so TensorFlow takes the name for a "
-                "pattern, and could delete other cache files; choose a name without * ? [ ] \\"
+                f"its cache file or snapshot {file} contains {character!r}, so TensorFlow takes "
+                "the name for a pattern, and could read no files, or delete those of others; "
+                "choose a name without * ? [ ] \\"
             )
     for file in list_unfinished_caches(dataset):
         if tf.io.gfile.glob(f"{file}_*"):

@@ -78,3 +78,10 @@ def test_name_that_is_a_pattern_is_refused(train: Train, tmp_path: Path, charact
         train(hooks, steps=2)
     assert "test_cache_files.py" in str(error.value)
     assert not list(tmp_path.glob("cached*"))
+
+
+def test_snapshot_whose_name_is_a_pattern_is_refused(train: Train, tmp_path: Path) -> None:
+    """The next run would read an empty snapshot."""
+    hooks = cached_hooks(tmp_path / "a[1]", "snapshot")
+    with pytest.raises(ctl_core.SetupError, match=r"snapshot .* takes the name for a pattern"):
+        train(hooks, steps=2)

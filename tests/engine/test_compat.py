@@ -76,6 +76,8 @@ def test_stages_of_pipelines(tmp_path: Path) -> None:
     assert compat.read_cache_file(cached) == str(tmp_path / "cache")
     assert compat.read_cache_file(numbers.cache()) == ""
     assert compat.read_cache_file(numbers) is None
+    folders = set(map(compat.read_snapshot_folder, compat.list_stages(saved)))
+    assert folders == {None, str(tmp_path / "snapshot")}
     assert [id(stage) for stage in compat.list_stages(shuffled)] == [id(shuffled), id(numbers)]
 
 
