@@ -53,7 +53,7 @@ try:
     )
     from ctl_core.hooks.project_modules import ProjectModules
     from ctl_core.hooks.reference import find_spec, format_hook, format_table
-    from ctl_core.run.files import choose_run_name
+    from ctl_core.run.files import choose_run_name, relative_path
     from ctl_core.run.output import keep_outputs
     from ctl_core.run.settings import Config
 except ModuleNotFoundError as error:
@@ -137,6 +137,11 @@ def _describe_failure(error: BaseException) -> tuple[int, str]:
         return signals.TERMINATED, signals.describe_end(str(error))
     if isinstance(error, KeyboardInterrupt):
         return signals.INTERRUPTED, "interrupted"
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return 1, (
+            f"{relative_path(os.fsdecode(error.filename))}: cannot be read or written: "
+            f"{error.strerror}; change its permissions, or choose another folder."
+        )
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(frame.filename).name}:{frame.lineno}"
     return 1, f"{format_error(error)} ({where}; --debug shows the traceback)"

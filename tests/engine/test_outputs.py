@@ -1,15 +1,18 @@
-"""Tests of output streams that are closed or full during a run, and of the lock of a run."""
+"""Tests of output streams that are closed or full, of the lock of a run, and of permissions."""
 
+import errno
 import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from rich.console import Console as Terminal
 from rich.progress import Progress
 
+from ctl_core import __main__
 from ctl_core.run.console import LOG, Console
 from ctl_core.run.files import is_run_locked, lock_run, release_run
 from ctl_core.run.output import DroppableOutput, restore_letters
@@ -123,3 +126,24 @@ def test_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="pid"):
         lock_run(tmp_path)
     assert (tmp_path / "other").read_text() == "kept"
+
+
+# ---- Permissions -------------------------------------------------------------------------------
+
+
+def test_missing_permission_is_one_line_that_names_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user of a container may not be allowed to read any file of the project."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "runs/a"))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(__main__, "_run", refuse)
+    assert __main__.main(["train"]) == 1
+    expected = (
+        "error: runs/a: cannot be read or written: Permission denied; change its permissions, "
+        "or choose another folder.\n"
+    )
+    assert capsys.readouterr().err == expected
