@@ -170,9 +170,7 @@ class Trainer:
         if record is None or before is None:
             return
         text = f"a pass over the data has {steps} steps now, and had {before} until now"
-        names = ("batch_size", "last_batch", "overfit_batches")
-        config = self.state.config
-        if all(record.input.get(name) == getattr(config, name) for name in names):
+        if self.checkpoints.position.has_same_batches(record):
             text = f"{self.state.data.hook}: the size of the dataset has changed: {text}"
         self._console.say(f"{text}; {progress.passes:.6g} passes were made.")
 

@@ -95,6 +95,7 @@ class Checkpoints:
         manager: the manager that is passed to hooks. If a hook calls ``save``, the checkpoint is
             saved after all hooks of the step, because a later hook may still change a variable.
         statistics: the values that differ between replicas
+        position: the position in the training data
         saved_step: the step of the last checkpoint that was saved or resumed from, or -1
         is_save_wanted: whether to save a checkpoint of the current step even if none is due, or if
             the step was already saved. The reason is a hook that has called ``manager.save``, an
@@ -148,7 +149,7 @@ class Checkpoints:
         # resume.
         self._has_nonfinite = False
         self._vocabularies = Vocabularies(state)
-        self._position = InputPosition(state, console)
+        self.position = InputPosition(state, console)
         self._writer = Writer(state, self._engine_part)
         self._settings = format_config(state.config)
         self._kernel_variables: dict[str, str] | None = None
@@ -299,7 +300,7 @@ class Checkpoints:
         engine = self._folder / "engine"
         record = Record(
             step=step,
-            input=self._position.describe(),
+            input=self.position.describe(),
             input_saved=False,
             replicas=state.components.shape.replicas,
             learning_rate=state.config.learning_rate,
@@ -321,14 +322,14 @@ class Checkpoints:
         position = SavedPosition()
         # All processes read the same data, so it is enough to save the position of the chief.
         if self._cluster.task.chief:
-            position = self._position.read()
+            position = self.position.read()
         with write_together(state, step):
             engine.mkdir(parents=True, exist_ok=True)
             self._remove_files(step)
             if self.statistics.checkpoint is not None:
                 self.statistics.checkpoint.write(str(self._name_statistics(self._folder, step)))
         write_position = functools.partial(
-            self._position.write, position, record, engine / f"input-{step}"
+            self.position.write, position, record, engine / f"input-{step}"
         )
         with write_together(state, step):
             self._writer.write(record, write_position)
@@ -517,7 +518,7 @@ class Checkpoints:
             )
             return None
         if with_input:
-            self._position.restore(record, folder / "engine" / f"input-{step}")
+            self.position.restore(record, folder / "engine" / f"input-{step}")
         self._settle_averages(record, with_input)
         if not set_flags(list_freezable(self._state.recording), record.frozen):
             self._console.warn(

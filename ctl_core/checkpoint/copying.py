@@ -18,9 +18,9 @@ from ctl_core.checkpoint.record import (
     Damaged,
     copy_checkpoint,
     find_best_step,
+    find_newest_usable,
     list_files,
     list_saved_steps,
-    read_complete_records,
     read_record,
 )
 from ctl_core.cluster.signals import Terminated, postpone_end
@@ -111,8 +111,7 @@ class Copier(Listener):
 
     def _copy_last(self) -> None:
         """Copies the run's newest checkpoint, if it was not staged yet and the mirror lacks it."""
-        records = read_complete_records(self._run / "ckpt")
-        step = next((record.step for record in records if record.is_finite is not False), -1)
+        step = find_newest_usable(self._run / "ckpt")
         if step > self._last_step:
             self._stage(step, is_new=False)
 

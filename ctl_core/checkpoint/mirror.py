@@ -107,7 +107,7 @@ class Mirror:
         self.copied_bytes = 0
         # The newest usable checkpoint of the run on this machine. Later checkpoints in the mirror
         # were either copied by this process, or come from another machine.
-        self._newest_here = find_newest_usable(self._run / "ckpt", config.on_nan)
+        self._newest_here = find_newest_usable(self._run / "ckpt", _needs_finite(config))
         self._copied_steps: set[int] = set()
         self._is_own = False  # whether the mirror is known to belong to this run
         # The modification time and size that each file had when it was last copied. Files of
@@ -397,6 +397,11 @@ class Mirror:
             self._has_removed_modules = True
 
 
+def _needs_finite(config: Config) -> bool:
+    """Returns True if the run resumes only from checkpoints whose weights are finite."""
+    return config.on_nan != "ignore"
+
+
 def _is_same(mirror: Path, run: Path) -> bool:
     """Returns True if two folders, or the folders above them, are the same.
 
@@ -505,7 +510,7 @@ def fetch_run(config: Config) -> None:
     if not task.chief:
         wait_for_chief(task, lambda: _measure(run / STAGING))
         return
-    local_step = find_newest_usable(run / "ckpt", config.on_nan)
+    local_step = find_newest_usable(run / "ckpt", _needs_finite(config))
     try:
         steps = mirror.list_steps()
         if steps and steps[0] <= local_step:

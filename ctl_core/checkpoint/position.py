@@ -97,6 +97,12 @@ class InputPosition:
             "folder": os.getcwd(),
         }
 
+    def has_same_batches(self, record: Record) -> bool:
+        """Returns True if the data of a record were divided into batches in the same way as now."""
+        present = self.describe()
+        names = ("batch_size", "last_batch", "overfit_batches", "whole")
+        return all(record.input.get(name) == present[name] for name in names)
+
     def read(self) -> SavedPosition:
         """Reads the current position, which is empty if no position can be saved.
 

@@ -336,14 +336,15 @@ def read_complete_records(folder: Path) -> Iterator[Record]:
             yield read_record(folder, step)
 
 
-def find_newest_usable(folder: Path, on_nan: str) -> int:
-    """Returns the step of the checkpoint from which a run resumes, or -1.
+def find_newest_usable(folder: Path, needs_finite: bool = True) -> int:
+    """Returns the step of the newest complete checkpoint, or -1.
 
-    It is the newest complete checkpoint whose weights are finite. With ``on_nan: ignore``, the
-    weights do not matter.
+    Args:
+        folder: the folder with the checkpoints
+        needs_finite: whether to leave out checkpoints whose weights are not finite
     """
     for record in read_complete_records(folder):
-        if on_nan == "ignore" or record.is_finite is not False:
+        if record.is_finite is not False or not needs_finite:
             return record.step
     return -1
 

@@ -171,13 +171,19 @@ def _is_library(module: types.ModuleType | None) -> bool:
     return any(place in file for place in NOT_THE_USERS)
 
 
-def read_project_modules(project: Path) -> dict[str, bytes]:
-    """Returns the content of the project's modules that are imported, by path in the project."""
+def read_project_modules(project: Path, with_program: bool = False) -> dict[str, bytes]:
+    """Returns the content of the project's modules that are imported, by path in the project.
+
+    Args:
+        project: the folder of the project
+        with_program: whether to include the program itself, and modules that are not Python source
+    """
     project = project.resolve()
     contents = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if name == "__main__" or not file.endswith(".py") or _is_library(module):
+        is_module = name != "__main__" and file.endswith(".py")
+        if not file or _is_library(module) or not (is_module or with_program):
             continue
         path = Path(file).resolve()
         # If the module was imported from a copy, the loader has the path of the copy.

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,8 @@ from ctl_core.checkpoint.logical_replicas import read_kernel_variables
 from ctl_core.cluster.facts import Facts
 from ctl_core.cluster.sync import Cluster
 from ctl_core.hooks.callbacks_file import read_hooks_file
-from ctl_core.run.errors import ENGINE, NOT_THE_USERS, quote
+from ctl_core.hooks.project_modules import read_project_modules
+from ctl_core.run.errors import ENGINE, quote
 from ctl_core.run.settings import Config, flatten
 from ctl_core.types import Callbacks, Optimizer
 
@@ -101,17 +101,8 @@ def find_process_facts(strategy: tf.distribute.Strategy, callbacks: Callbacks) -
 
 def find_module_facts() -> Facts:
     """Returns a digest of each module of the project that this process has imported."""
-    facts = {}
-    project = Path.cwd()
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or any(place in file for place in NOT_THE_USERS):
-            continue
-        path = Path(file)
-        with contextlib.suppress(OSError, ValueError):
-            # The path is relative, because the project may be in another folder on other processes.
-            facts[str(path.relative_to(project))] = _digest([path.read_bytes()])
-    return facts
+    contents = read_project_modules(Path.cwd(), with_program=True)
+    return {path: _digest([content]) for path, content in contents.items()}
 
 
 def find_optimizer_facts(optimizers: dict[str, Optimizer]) -> Facts:

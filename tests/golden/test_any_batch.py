@@ -184,6 +184,30 @@ def test_graphs_on_two_devices(train: engine.Train) -> None:
     assert_trained(state, train_plainly(hooks, 4, batches * 2, split=list))
 
 
+def test_another_number_of_shares_is_no_other_size_of_the_dataset(
+    train: engine.Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two replicas drop fewer elements that are too small for a share, so a pass has more steps."""
+    examples = of_lengths()
+
+    def create_dataset(per_replica_batch_size: int) -> tf.data.Dataset:
+        groups = [examples.take(12), examples.skip(12).take(12)]
+        first, second = (group.ragged_batch(per_replica_batch_size) for group in groups)
+        return first.concatenate(second).map(as_graphs)
+
+    hooks = small.hooks(
+        create_dataset=create_dataset,
+        count_examples=lambda batch: tf.shape(batch["target"])[0],
+        input_pre=lambda batch: tf.math.segment_sum(batch["nodes"], batch["graph"]),
+        loss_pre=lambda output, batch: (output, batch["target"]),
+    )
+    assert train_on(train, hooks, 1, 8, steps=None, epochs=1, run_name="a").step == 2
+    assert train_on(train, hooks, 2, 8, steps=None, epochs=2, run_name="a").step == 5
+    out = capsys.readouterr().out
+    assert "a pass over the data has 3 steps now, and had 2 until now" in out
+    assert "the size of the dataset has changed" not in out
+
+
 @pytest.mark.slow
 def test_graphs_of_logical_replicas_have_the_same_bits_on_any_devices(
     train: engine.Train,
