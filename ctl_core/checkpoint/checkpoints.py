@@ -324,7 +324,10 @@ class Checkpoints:
         if self._cluster.task.chief:
             position = self.position.read()
         with write_together(state, step):
-            engine.mkdir(parents=True, exist_ok=True)
+            # If the folder of the run was removed, it is not created again, because its other
+            # files would be missing.
+            self._folder.mkdir(exist_ok=True)
+            engine.mkdir(exist_ok=True)
             self._remove_files(step)
             if self.statistics.checkpoint is not None:
                 self.statistics.checkpoint.write(str(self._name_statistics(self._folder, step)))

@@ -300,7 +300,10 @@ def write_together(state: State, step: int) -> Iterator[None]:
         if failure is not None:
             cause = getattr(failure, "strerror", None) or format_error(failure, 400).split("; ")[-1]
             why = f": {cause}"
+        then = "earlier checkpoints are kept."
+        if not state.run_dir.is_dir():
+            then = "the folder of the run was removed during training."
         raise RunError(
             f"the checkpoint of step {step} cannot be written to "
-            f"{relative_path(state.manager.directory)}{why}; earlier checkpoints are kept."
+            f"{relative_path(state.manager.directory)}{why}; {then}"
         ) from failure

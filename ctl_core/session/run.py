@@ -234,8 +234,8 @@ class Run:
             shutil.rmtree(self.path)
 
     def _is_unused(self) -> bool:
-        """Returns True if the folder is empty or contains only the log."""
-        return {path.name for path in self.path.iterdir()} <= {"train.log"}
+        """Returns True if the folder exists, and is empty or contains only the log."""
+        return self.path.is_dir() and {path.name for path in self.path.iterdir()} <= {"train.log"}
 
     def abandon(self) -> None:
         """Releases the lock without closing the log, for a process that ends immediately."""

@@ -131,6 +131,20 @@ def test_run_without_a_whole_checkpoint_does_not_start_over(train: Train, folder
         train(make_hooks(), steps=10)
 
 
+def test_run_whose_folder_is_removed_during_training_fails(train: Train, tmp_path: Path) -> None:
+    """The run would otherwise save checkpoints without settings, and report success."""
+    runs = tmp_path / "runs"
+
+    def remove_folders() -> None:
+        for folder in runs.iterdir():
+            shutil.rmtree(folder)
+
+    text = "/ckpt: No such file or directory; the folder of the run was removed during training"
+    with pytest.raises(ctl_core.RunError, match=text):
+        train(make_hooks(at_step={5: remove_folders}), steps=8, ckpt_every=4, run_name=None)
+    assert not list(runs.iterdir())
+
+
 def test_unfinished_first_checkpoint_does_not_count(train: Train) -> None:
     folder = train(make_hooks(), steps=5).run_dir / "ckpt"
     for path in folder.glob("engine/ckpt-5.*"):  # The engine's part is written after the user's.
