@@ -173,6 +173,11 @@ class _Builder:
                 "logical replicas; use fewer devices, or start a run with more logical "
                 "replicas."
             )
+        if config.accumulate_steps > config.batch_size and not self.run.reading:
+            raise SetupError(
+                f"accumulate_steps: a batch of {config.batch_size} cannot be split into "
+                f"{config.accumulate_steps} micro-batches; use at most batch_size micro-batches."
+            )
         shape = BatchShape(
             config.batch_size,
             replicas,

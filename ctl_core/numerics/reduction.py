@@ -268,7 +268,10 @@ class MicroBatchAccumulator:
             totals: the totals after the last micro-batch
             first: the contribution of the first micro-batch, which has the structure of the result
         """
-        by_index = [self._read(totals, first, index) for index in range(self._micro_batches)]
+        listed = range(1)
+        if any(is_listed for _, is_listed in self._label_tensors(first)):
+            listed = range(self._micro_batches)
+        by_index = [self._read(totals, first, index) for index in listed]
         summed: Contribution = tf.nest.map_structure(_join_sparse, *by_index)
         return summed._replace(
             output=[contribution.output[0] for contribution in by_index if contribution.output],

@@ -63,6 +63,22 @@ def test_contributions_of_micro_batches_are_added_up(micro_batches: int) -> None
     assert [rows.numpy().tolist() for rows, _ in total.batch] == [[*range(n + 1)] for n in numbers]
 
 
+def test_graph_does_not_grow_with_the_micro_batches() -> None:
+    """If nothing is listed for each micro-batch, thousands of them are traced quickly."""
+
+    def contribute_dense(index: Any) -> tuple[Contribution, Any]:
+        contribution, _ = contribute(index)
+        dense = contribution.gradients["a"][:1]
+        return contribution._replace(gradients={"a": dense}, output=[], batch=[]), None
+
+    def count_ops(micro_batches: int) -> int:
+        with tf.Graph().as_default() as graph:
+            accumulate(run_directly, micro_batches, contribute_dense)
+        return len(graph.get_operations())
+
+    assert count_ops(1000) == count_ops(2)
+
+
 def test_pieces_of_micro_batches_are_joined() -> None:
     assert join_pieces([{"x": tf.constant([1])}])["x"].numpy().tolist() == [1]
     joined = join_pieces([{"x": tf.constant([1])}, {"x": tf.constant([2, 3])}])

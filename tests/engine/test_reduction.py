@@ -45,6 +45,12 @@ def test_gradients_are_summed_once_an_update(train: Train, monkeypatch: pytest.M
     assert len(sums) == 2, "one for all gradients, on each replica"
 
 
+def test_more_micro_batches_than_examples_are_refused(train: Train) -> None:
+    text = "^accumulate_steps: a batch of 16 cannot be split into 100000 micro-batches"
+    with pytest.raises(ctl_core.SetupError, match=text):
+        train(small.hooks(), accumulate_steps=100_000)
+
+
 def test_micro_batches_run_one_after_the_other(train: Train) -> None:
     """Micro-batches run in sequence. In parallel, they would need the memory of the whole batch."""
     events: list[str] = []
