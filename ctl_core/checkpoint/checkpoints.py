@@ -53,6 +53,7 @@ from ctl_core.hooks.recording import find_tables, list_freezable, read_flags, se
 from ctl_core.model.averages import MovingStatistics
 from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.failures import find_line
+from ctl_core.model.logical_replicas import has_states_after
 from ctl_core.model.state import Progress, State
 from ctl_core.numerics.randomness import fold_in_replica_id
 from ctl_core.numerics.variables import is_summed, unwrap
@@ -429,12 +430,24 @@ class Checkpoints:
         return record
 
     def _set_initial_generators(self, record: Record | None) -> None:
-        """Sets the initial states of random generators to those with which the run began."""
+        """Sets the initial states of random generators to those with which the run began.
+
+        Usually, these are the states that the generators have had when they were created. If they
+        do not fit the states in the checkpoint either, a warning is printed.
+        """
         generators = self._state.components.generators
-        if record is not None and record.generators:
-            generators.initial_states = [np.array(state) for state in record.generators]
-        else:
+        if record is None or not record.generators:
             generators.initial_states = [state.numpy() for state in generators.variables]
+            return
+        created = generators.initial_states
+        generators.initial_states = [np.array(state) for state in record.generators]
+        is_known = all(map(np.array_equal, created, generators.initial_states))
+        if not is_known and not has_states_after(self._state.components, record.step):
+            self._console.warn(
+                f"the checkpoint of step {record.step}: the random generators in its record do not "
+                "fit those in its variables, so training may continue with other random numbers; "
+                "either a hook has used a generator between two steps, or the file was changed."
+            )
 
     def _compare_set_order(self, record: Record | None, reads_data: bool) -> None:
         """Prints a line if sets have another order than in the process that trained the run."""

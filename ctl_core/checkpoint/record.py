@@ -23,7 +23,8 @@ from pydantic import ConfigDict, TypeAdapter
 from ctl_core import __version__
 from ctl_core.run.errors import SetupError
 from ctl_core.run.files import atomic_write, flush_to_disk, relative_path, remove
-from ctl_core.run.settings import LARGEST
+from ctl_core.run.layers import parse_settings
+from ctl_core.run.settings import LARGEST, SettingValue
 
 # Increase this number if another version of the engine could misread a record of this version.
 FORMAT = 2
@@ -265,6 +266,7 @@ def read_record(folder: Path, step: int) -> Record:
         record = _create_reader().validate_json(json.dumps(content), strict=True)
         _check_ranges(record)
         _check_progress(record)
+        _check_settings(record)
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise Damaged("its record cannot be read") from error
     if record.step != step:
@@ -299,6 +301,33 @@ def _check_progress(record: Record) -> None:
     for _, step, evaluations in progress.get("best", {}).values():
         if not -1 <= step <= record.step or not 0 <= evaluations <= LARGEST:
             raise ValueError("the best step is impossible")
+
+
+def _check_settings(record: Record) -> None:
+    """Checks that a record agrees with the settings in it; raises a ValueError if it does not."""
+    settings = _parse_settings(record.settings)
+    values = {
+        "learning_rate": record.learning_rate,
+        "logical_replicas": record.logical_replicas,
+        "intra_op_threads": record.intra_op_threads,
+    }
+    for name in ("batch_size", "last_batch", "overfit_batches"):
+        values[name] = record.input.get(name)
+    # With ``auto``, the device and the graph decide. Engine 1.0 did not record the decision.
+    if settings.get("jit_compile") != "auto" and record.compiled is not None:
+        values["jit_compile"] = record.compiled
+    for name, value in values.items():
+        if name in settings and settings[name] != value:
+            raise ValueError(f"it contradicts the setting {name}")
+
+
+@functools.lru_cache(maxsize=16)  # most records of a run contain the same settings
+def _parse_settings(text: str) -> dict[str, SettingValue]:
+    """Parses the settings in a record; raises a ValueError if they are not valid YAML."""
+    try:
+        return parse_settings(text, "settings")
+    except SetupError as error:
+        raise ValueError(str(error)) from error
 
 
 def read_run_id(path: Path) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from ctl_core import compat
@@ -79,6 +80,29 @@ class GeneratorStates:
         for number, variable in enumerate(self._variables):
             state = states[number, : len(self._initial_states[number])]
             variable.assign(tf.cast(state, variable.dtype))
+
+    def are_between_steps(self) -> bool:
+        """Returns True if the generators have the states that they have after a step."""
+        for number, variable in enumerate(self._variables):
+            state = self._states[BETWEEN_STEPS, number, : len(self._initial_states[number])]
+            if not np.array_equal(tf.cast(state, variable.dtype), variable.numpy()):
+                return False
+        return True
+
+
+def has_states_after(components: Components, step: int) -> bool:
+    """Returns True if all generators have the states that follow from their initial states.
+
+    Args:
+        components: the components of a run
+        step: the last step that was taken
+    """
+    generators = components.generators
+    if step == 0:
+        states = [variable.numpy() for variable in generators.variables]
+        return all(map(np.array_equal, states, generators.initial_states))
+    last_turn = max(len(components.hooks.turns) - 1, 0)
+    return GeneratorStates(components, TRAINING, step, last_turn).are_between_steps()
 
 
 class TracedLeaf(NamedTuple):

@@ -107,6 +107,30 @@ def test_planned_step_that_no_run_can_reach_is_damage(run: Path) -> None:
         assert is_whole(run / "ckpt", 4) is not is_damaged
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"compiled": True},
+        {"learning_rate": 0.2},
+        {"logical_replicas": 2},
+        {"intra_op_threads": 3},
+        {"input": {"batch_size": 16, "last_batch": "drop", "overfit_batches": 0}},
+        {"settings": "steps: ["},
+    ],
+)
+def test_value_that_contradicts_the_settings_in_the_record_is_damage(
+    run: Path, change: dict[str, Any]
+) -> None:
+    """The checksum is right."""
+    config = dataclasses.replace(SETTINGS, jit_compile=False)
+    record = write_checkpoint(run / "ckpt", 6, config=config)
+    for compiled in (False, None):  # Engine 1.0 did not record whether steps were compiled.
+        write_record(run / "ckpt", dataclasses.replace(record, compiled=compiled))
+        assert is_whole(run / "ckpt", 6)
+    write_record(run / "ckpt", dataclasses.replace(record, **change))
+    assert not is_whole(run / "ckpt", 6)
+
+
 def test_plausible_change_of_a_record_is_damage(run: Path) -> None:
     rewrite(run / "ckpt/engine/ckpt-6.json", lambda r: r.update(replicas=2), with_checksum=True)
     with pytest.raises(Damaged):

@@ -316,6 +316,24 @@ def test_a_record_without_the_random_states_is_damaged(
     assert "resuming at step 2" in outcome.out
 
 
+def test_changed_initial_states_of_generators_are_reported(
+    tmp_path: Path, command: engine.Command
+) -> None:
+    """The initial states in a record fit the states in its variables, even with another seed."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + DROPOUT.replace(", seed=1", ""))
+    assert command("train", *WITH).code == 0
+    resume = ("train", "--run-name=a")
+    reported = "the random generators in its record do not fit"
+    assert reported not in command(*resume, "--steps=6", "--seed=8").out
+    folder = tmp_path / "runs/a/ckpt"
+    record = read_record(folder, 6)
+    record.generators[0][1] += 1
+    write_record(folder, record)
+    outcome = command(*resume, "--steps=8", "--seed=7")
+    assert f"the checkpoint of step 6: {reported}" in outcome.out
+    assert outcome.code == 0
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("TF_ENABLE_ONEDNN_OPTS", "0"), ("TF_XLA_FLAGS", "--tf_xla_auto_jit=2")]
 )

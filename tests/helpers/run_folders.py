@@ -24,10 +24,10 @@ def write_checkpoint(folder: Path, step: int, best: int = -1, config: Config = S
         progress.best = {"keep_best=loss:min": [0.5, best, 0]}
     record = Record(
         step=step,
-        input={"batch_size": 8},
+        input={"batch_size": 8, "last_batch": "drop", "overfit_batches": 0},
         input_saved=True,
         replicas=1,
-        learning_rate=0.1,
+        learning_rate=config.learning_rate,
         frozen=[False],
         created=["create_model/w"],
         progress=dataclasses.asdict(progress),
