@@ -38,6 +38,8 @@ class Terminated(KeyboardInterrupt):
 
 # The process that has called ``end_on_signals``. Processes that it forks have the same handlers.
 _process = 0
+# The exceptions that these handlers have raised.
+_raised: list[KeyboardInterrupt] = []
 
 
 def end_quietly() -> None:
@@ -63,7 +65,18 @@ def end_on_signals() -> None:
         if signal.getsignal(number) in (signal.SIG_DFL, _end_quietly):
             signal.signal(number, _terminate)
     if signal.getsignal(signal.SIGINT) is _end_quietly:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def find_end(error: BaseException) -> BaseException:
+    """Returns the exception of a signal that ends the process, or else the given error.
+
+    A library that was called when the signal arrived may have raised another error in place of the
+    exception, as pydantic does.
+    """
+    if _raised:
+        return _raised.pop()
+    return error
 
 
 def leave_to_system() -> None:
@@ -93,7 +106,13 @@ def _terminate(number: int, _: FrameType | None) -> None:
     if os.getpid() != _process:
         _signal_again(number)
         return
-    raise Terminated(signal.Signals(number).name)
+    _raised.append(Terminated(signal.Signals(number).name))
+    raise _raised[-1]
+
+
+def _interrupt(_: int, __: FrameType | None) -> None:
+    _raised.append(KeyboardInterrupt())
+    raise _raised[-1]
 
 
 def _signal_again(number: int) -> None:

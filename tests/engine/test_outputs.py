@@ -1,8 +1,9 @@
-"""Tests of output streams that are closed or full, of the lock of a run, and of permissions."""
+"""Tests of streams that are closed or full, of the lock of a run, of permissions and signals."""
 
 import errno
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,12 @@ from rich.console import Console as Terminal
 from rich.progress import Progress
 
 from ctl_core import __main__
+from ctl_core.cluster import signals
 from ctl_core.run.console import LOG, Console
 from ctl_core.run.files import is_run_locked, lock_run, release_run
 from ctl_core.run.output import DroppableOutput, restore_letters
 from ctl_core.run.progress import LineColumn, ProgressLine
-from tests.golden.engine import PYTHONPATH
+from tests.golden.engine import ENDING, PYTHONPATH
 
 SAYS = """
 import os, sys
@@ -147,3 +149,35 @@ def test_missing_permission_is_one_line_that_names_the_path(
         "or choose another folder.\n"
     )
     assert capsys.readouterr().err == expected
+
+
+# ---- Signals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_counts_even_if_a_library_raises_another_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    """pydantic reports an exception in one of its validators as an error of the schema."""
+
+    def convert(*_: object) -> NoReturn:
+        signals.end_quietly()
+        signals.end_on_signals()
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt as error:
+            raise ValueError("Error building the validator") from error
+        raise AssertionError("no signal was received")
+
+    monkeypatch.setattr(__main__, "_run", convert)
+    before = {each: signal.getsignal(each) for each in (*ENDING, signal.SIGINT)}
+    try:
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+        code = __main__.main(["train"])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert code == 128 + number
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "interrupted" in line or "SIGTERM: the process ends" in line
