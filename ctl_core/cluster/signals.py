@@ -1,9 +1,10 @@
 """Handles signals: SIGINT and SIGTERM stop and save a run; a second SIGINT ends it immediately.
 
-SIGUSR1, with which batch systems announce the end of a job, is handled like SIGTERM.
+SIGUSR1, with which batch systems announce the end of a job, is handled like SIGTERM, and so is
+SIGHUP, which the end of a terminal or of an SSH connection sends.
 
-Outside of the context ``Signals``, there is nothing to save, so SIGTERM and SIGUSR1 end the process
-with exit code 143, see ``end_on_signals``.
+Outside of the context ``Signals``, there is nothing to save, so these signals end the process with
+exit code 143, see ``end_on_signals``.
 
 A signal that only one process receives is passed to the others between two graph calls: see
 sync.py.
@@ -26,14 +27,20 @@ SAME_SIGNAL = 1.0
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
-_SIGUSR1 = getattr(signal, "SIGUSR1", None)  # Windows has no SIGUSR1
+# The signals that are handled like SIGTERM, unless they are ignored, as nohup ignores SIGHUP, or
+# the user handles them. Windows has neither.
+_LIKE_SIGTERM = [
+    signal.Signals[name] for name in ("SIGUSR1", "SIGHUP") if name in signal.Signals.__members__
+]
+# What asks a process to end.
+_ENDING = [signal.SIGTERM, *_LIKE_SIGTERM]
 
 # A handler that signal.signal accepts or returns; None if it was not installed from Python.
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGUSR1 ends the process while there is nothing to save."""
+    """SIGTERM or a similar signal ends the process while there is nothing to save."""
 
 
 # The process that has called ``end_on_signals``. Processes that it forks have the same handlers.
@@ -48,20 +55,20 @@ def end_quietly() -> None:
     This is for the imports at the beginning of the command line, where an exception would print a
     traceback. A signal that is ignored, or that already has a handler, stays as it is.
     """
-    for number in (signal.SIGINT, *_list_ending()):
+    for number in (signal.SIGINT, *_ENDING):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end_quietly)
 
 
 def end_on_signals() -> None:
-    """Makes SIGTERM and SIGUSR1 raise ``Terminated``, and Ctrl-C KeyboardInterrupt.
+    """Makes SIGTERM and similar signals raise ``Terminated``, and Ctrl-C KeyboardInterrupt.
 
     Without a handler, the exit code of the process would depend on the signal, and process 1 of a
     container would ignore the signals.
     """
     global _process
     _process = os.getpid()
-    for number in _list_ending():
+    for number in _ENDING:
         if signal.getsignal(number) in (signal.SIG_DFL, _end_quietly):
             signal.signal(number, _terminate)
     if signal.getsignal(signal.SIGINT) is _end_quietly:
@@ -90,11 +97,12 @@ def leave_to_system() -> None:
 
 def _end_quietly(number: int, _: FrameType | None) -> None:
     """Ends the process with a line; it writes directly, because a stream may be in use."""
+    text, code = describe_end(signal.Signals(number).name), TERMINATED
     if number == signal.SIGINT:
-        os.write(2, b"error: interrupted\n")
-        os._exit(INTERRUPTED)
-    os.write(2, f"error: {describe_end(signal.Signals(number).name)}\n".encode())
-    os._exit(TERMINATED)
+        text, code = "interrupted", INTERRUPTED
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"error: {text}\n".encode())
+    os._exit(code)
 
 
 def describe_end(name: str) -> str:
@@ -127,7 +135,7 @@ def keep_handlers() -> Iterator[None]:
 
     When a process joins a cluster, TensorFlow installs a handler for SIGTERM, which ignores it.
     """
-    handlers = {number: signal.getsignal(number) for number in _list_ending()}
+    handlers = {number: signal.getsignal(number) for number in _ENDING}
     try:
         yield
     finally:
@@ -139,7 +147,7 @@ def keep_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def postpone_end(say: Callable[[str], None], work: str) -> Iterator[None]:
-    """Finishes work before SIGTERM or SIGUSR1 ends the process.
+    """Finishes work before SIGTERM or a similar signal ends the process.
 
     Args:
         say: prints a line; it is called in a separate thread
@@ -158,17 +166,10 @@ def postpone_end(say: Callable[[str], None], work: str) -> Iterator[None]:
         threading.Thread(target=say, args=(line,), daemon=True).start()
 
     with keep_handlers():
-        for number in _list_ending():
+        for number in _ENDING:
             if signal.getsignal(number) in (signal.SIG_DFL, _terminate):
                 signal.signal(number, note)
         yield
-
-
-def _list_ending() -> list[signal.Signals]:
-    """Returns the signals that ask a process to end."""
-    if _SIGUSR1 is None:
-        return [signal.SIGTERM]
-    return [signal.SIGTERM, _SIGUSR1]
 
 
 class Signals:
@@ -209,10 +210,9 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous_handlers[number] = signal.signal(number, self._note)
-            # If the user has installed a handler for SIGUSR1, it is kept.
-            is_free = _SIGUSR1 and signal.getsignal(_SIGUSR1) in (signal.SIG_DFL, _terminate)
-            if _SIGUSR1 is not None and is_free:
-                self._previous_handlers[_SIGUSR1] = signal.signal(_SIGUSR1, self._note)
+            for number in _LIKE_SIGTERM:
+                if signal.getsignal(number) in (signal.SIG_DFL, _terminate):
+                    self._previous_handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -232,18 +232,21 @@ class Signals:
         return frozenset(self._previous_handlers)
 
     def translate(self, number: int) -> int:
-        """Returns SIGTERM for SIGUSR1, which has the same effect, and other signals unchanged."""
-        if number == _SIGUSR1:
+        """Returns SIGTERM for signals that have the same effect, and other signals unchanged."""
+        if number in _LIKE_SIGTERM:
             return signal.SIGTERM
         return number
 
     def announce(self, number: int) -> None:
         """Prints the effect of a signal once; must not be called from the thread that trains."""
+        effect = self.translate(number)
         with self._announcing:
-            if self._say is None or number in self._announced:
+            if self._say is None or effect in self._announced:
                 return
-            self._announced.add(number)
+            self._announced.add(effect)
         name = signal.Signals(number).name
+        if name == "SIGHUP":
+            name = "SIGHUP (the terminal was closed; --background, tmux and nohup outlive it)"
         self._say(f"{name}: the run stops and is saved as soon as the current steps have ended.")
         if number == signal.SIGINT:
             self._say("Press Ctrl-C again, a second or more from now, to end it at once.")
@@ -256,15 +259,14 @@ class Signals:
         if os.getpid() != self._process:  # in a forked child process, as of multiprocessing
             _signal_again(number)
             return
-        number = self.translate(number)
-        if number not in self.numbers:
+        if self.translate(number) not in self.numbers:
             self._note_first(number)
         elif number == signal.SIGINT and time.monotonic() > self._interrupted_at + SAME_SIGNAL:
             raise KeyboardInterrupt
 
     def _note_first(self, number: int) -> None:
         """Notes a signal that was not received before, and prints its effect."""
-        self.numbers.append(number)
+        self.numbers.append(self.translate(number))
         if number == signal.SIGINT:
             self._interrupted_at = time.monotonic()
         # Another thread prints, because the main thread may hold the lock that printing needs.

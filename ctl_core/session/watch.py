@@ -238,9 +238,8 @@ class Watch:
         """Records a signal and announces its effect."""
         if number not in self._signals.handled:
             return
-        number = self._signals.translate(number)
         now = time.monotonic()
-        first = self._arrivals.setdefault(number, now)
+        first = self._arrivals.setdefault(self._signals.translate(number), now)
         self._signals.announce(number)
         if number == signal.SIGINT and now > first + SAME_SIGNAL:
             self._end_at = min(self._end_at, now + INTERRUPT_SECONDS)

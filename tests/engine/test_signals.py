@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,34 @@ def test_a_later_second_sigint_leaves_an_endless_loop_in_a_hook(
     assert steps == sorted(steps)
 
 
-def test_sigusr1_counts_as_sigterm(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGUSR1 stops a run like SIGTERM, because batch systems send it before a time limit."""
-    kill = functools.partial(signal.raise_signal, signal.SIGUSR1)
+@pytest.fixture(params=[signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name)
+def like_sigterm(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal that has its default effect during the test."""
+    before = signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+def test_other_signals_count_as_sigterm(
+    train: Train, monkeypatch: pytest.MonkeyPatch, like_sigterm: signal.Signals
+) -> None:
+    """Batch systems send SIGUSR1 before a time limit, and the end of a terminal sends SIGHUP.
+
+    https://github.com/hiyouga/LlamaFactory/issues/3036
+    """
+    kill = functools.partial(signal.raise_signal, like_sigterm)
     state = train(hooks_with("step", kill, monkeypatch), steps=12, **SETTINGS)
     assert (state.step, state.stopped_by) == (5, signal.SIGTERM)
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert signal.getsignal(like_sigterm) is signal.SIG_DFL
+
+
+def test_a_signal_that_the_user_ignores_does_not_stop_a_run(like_sigterm: signal.Signals) -> None:
+    """A program that nohup starts ignores SIGHUP."""
+    signal.signal(like_sigterm, signal.SIG_IGN)
+    with signals.Signals() as received:
+        signal.raise_signal(like_sigterm)
+        assert received.numbers == []
+    assert signal.getsignal(like_sigterm) is signal.SIG_IGN
 
 
 def test_a_process_that_is_forked_off_a_run_ends_by_a_signal() -> None:

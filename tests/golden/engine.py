@@ -23,7 +23,7 @@ from tests.golden import ROOT
 
 DEVICES = 5
 # A command installs handlers for these signals, which it keeps until its process ends.
-ENDING = (signal.SIGTERM, signal.SIGUSR1)
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # New processes must find the lean sitecustomize, the engine and these tests.
 PYTHONPATH = os.pathsep.join([str(ROOT / "tests" / "helpers" / "lean"), str(ROOT)])
 
