@@ -34,7 +34,7 @@ from ctl_core.run.layers import (
     ENV_PREFIX,
     EnvironmentSource,
     Layer,
-    find_unknown_variables,
+    describe_variables,
     merge_hparams,
     read_file,
     resolve,
@@ -198,7 +198,7 @@ def parse_command(argv: Sequence[str]) -> Command:
     if command == "hooks":
         return Command(command, Config(), options)
 
-    notes = find_unknown_variables()
+    notes = describe_variables()
     named_files = options.pop("config") or _list_files_of_variable()
     files = [
         read_file(Path(path), required=bool(named_files)) for path in named_files or ["config.yaml"]

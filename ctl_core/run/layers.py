@@ -22,7 +22,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
 from ctl_core.run.files import atomic_write
-from ctl_core.run.settings import RETIRED, SETTINGS, Config, SettingValue
+from ctl_core.run.settings import RETIRED, SETTINGS, Config, SettingValue, make_plain
 
 ENV_PREFIX = "CTL_"
 # The maximum number of values in a settings file.
@@ -177,17 +177,25 @@ class EnvironmentSource(EnvSettingsSource):
         return _read_value(value)
 
 
-def find_unknown_variables() -> list[str]:
-    """Returns a warning for each ``CTL_*`` variable that is not a setting."""
+def describe_variables() -> list[str]:
+    """Returns a line that names the ``CTL_*`` variables, and a warning for each unknown one.
+
+    Without the line, a variable that was set for another project would change settings silently.
+    """
     known = [f"{ENV_PREFIX}{name.upper()}" for name in (*SETTINGS, "config")]
-    return [
+    names = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and os.environ[name])
+    unknown = [name for name in names if name.split("__")[0] not in known]
+    lines = [
         (
             f"warning: the environment variable {format_name(name)} is not a setting"
             f"{suggest(name, known)}"
         )
-        for name in os.environ
-        if name.startswith(ENV_PREFIX) and name.split("__")[0] not in known
+        for name in unknown
     ]
+    used = [name for name in names if name not in unknown]
+    if used:
+        lines.append(f"settings from the environment: {make_line(', '.join(used), 200)}")
+    return lines
 
 
 class LoadedLayers(NamedTuple):
@@ -240,7 +248,7 @@ def load_config(path: str | Path, **overrides: Any) -> Config:
         SetupError: the file is missing or invalid, or a setting is wrong.
     """
     path = Path(path)
-    layers = LoadedLayers(path, read_file(path), Layer(overrides))
+    layers = LoadedLayers(path, read_file(path), Layer(make_plain(overrides)))
     config = locate_runs(resolve([layers.file], [layers.arguments]), layers)
     # Config is frozen. A copy that ``dataclasses.replace`` makes does not have this attribute.
     object.__setattr__(config, _LAYERS, layers)

@@ -5,9 +5,11 @@ imported here, because its import takes seconds, and a misspelled flag should be
 """
 
 import dataclasses
+import datetime
+import enum
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -82,6 +84,47 @@ def check_mirror(text: str) -> str:
 # The value of a setting in a file, a variable or a flag: a number, a string, or lists and dicts of
 # numbers and strings.
 SettingValue: TypeAlias = Any
+
+
+def make_plain(value: SettingValue) -> SettingValue:
+    """Returns a value as a settings file would contain it.
+
+    A tool that searches for hyperparameters may pass NumPy numbers, tuples, or dicts of its own. A
+    run that is resumed reads them from its config.yaml as plain numbers, lists and dicts. This
+    function converts them, so that the hooks get the same values each time. Paths and members of
+    an enum become their strings or values.
+    """
+    if isinstance(value, enum.Enum):
+        return make_plain(value.value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # NumPy's numbers and arrays
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {make_plain(name): make_plain(inner) for name, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [make_plain(inner) for inner in value]
+    return value
+
+
+def _refuse_objects(name: str, value: SettingValue) -> None:
+    """Rejects a hyperparameter that a settings file cannot contain.
+
+    Raises:
+        ValueError: the value is a function, for example, or contains one.
+    """
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _refuse_objects(f"{name}.{key}", inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _refuse_objects(name, inner)
+    elif not isinstance(value, str | int | float | bytes | datetime.date | None):
+        raise ValueError(
+            f"{name} is {quote(value)}, which config.yaml cannot contain; use numbers, strings, "
+            "lists and dicts."
+        )
+
 
 # TensorFlow's largest integers have 64 bits.
 LARGEST = 2**63 - 1
@@ -301,11 +344,15 @@ class Config:
     @classmethod
     def _make_plain(cls, value: SettingValue) -> SettingValue:
         """Converts paths to strings, and NumPy numbers to Python numbers."""
-        if isinstance(value, os.PathLike):
-            return os.fspath(value)
-        if hasattr(value, "item"):
-            return value.item()
-        return value
+        return make_plain(value)
+
+    @field_validator("hparams")
+    @classmethod
+    def _check_hparams(cls, hparams: dict[str, Any]) -> dict[str, Any]:
+        """Rejects hyperparameters that config.yaml cannot contain, such as functions."""
+        for name, value in hparams.items():
+            _refuse_objects(name, value)
+        return hparams
 
     @field_validator("init_skip", mode="before")
     @classmethod

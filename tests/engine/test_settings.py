@@ -1,8 +1,10 @@
 """Tests of settings: their sources and precedence, the settings of runs, and ``--help``."""
 
 import dataclasses
+import enum
 import os
 import re
+import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +18,7 @@ from ctl_core.__main__ import main
 from ctl_core.commands.cli import COMMANDS, Command, parse_command
 from ctl_core.commands.help import GROUPS
 from ctl_core.run.errors import SetupError
-from ctl_core.run.layers import load_config, write_config
+from ctl_core.run.layers import describe_variables, load_config, write_config
 from ctl_core.run.settings import PERIODS, SETTINGS, Config
 
 # For each setting, a value that differs from the default. A tuple contains the text in a file and
@@ -300,10 +302,56 @@ def test_settings_from_python_are_converted_and_checked() -> None:
     ):
         Config(fork="a", init_from="b")
     Path("my.yaml").write_text("steps: 3\nhparams: {layers: {first: 1, second: 2}}\n")
+    changed = ctl_core.load_config("my.yaml", hparams={"layers": {"first": np.int64(9)}})
+    assert type(changed.hparams["layers"]["first"]) is int
     config = ctl_core.load_config("my.yaml", epochs=2, hparams={"layers": {"first": 9}})
     assert config == Config(epochs=2, hparams={"layers": {"first": 9, "second": 2}})
     with pytest.raises(SetupError, match=r"no setting 'step'; did you mean 'steps'\?"):
         load_config("my.yaml", step=2)
+
+
+class Activation(enum.StrEnum):
+    RELU = "relu"
+
+
+def test_hparams_from_python_are_those_that_a_resumed_run_reads(folder: Path) -> None:
+    """Tools that search for hyperparameters pass NumPy numbers and tuples.
+
+    https://github.com/ray-project/ray/issues/4528
+    """
+    config = Config(
+        hparams={
+            "width": np.int64(64),
+            "rate": np.float32(0.5),
+            "layers": (32, np.int32(16)),
+            "head": types.MappingProxyType({"bias": np.array([0.5, 1.0]), "on": np.bool_(True)}),
+            "activation": Activation.RELU,
+            "kind": np.str_("wide"),
+            "data": Path("x"),
+        }
+    )
+    head = {"bias": [0.5, 1.0], "on": True}
+    plain = {"width": 64, "rate": 0.5, "layers": [32, 16], "head": head}
+    plain |= {"activation": "relu", "kind": "wide", "data": "x"}
+    assert repr(config.hparams) == repr(plain)
+    write_config(config, folder / "written.yaml")
+    assert repr(load_config(folder / "written.yaml").hparams) == repr(plain)
+    with pytest.raises(SetupError, match=r"^hparams: head.act is <built-in function len>, which"):
+        Config(hparams={"head": {"act": [1, len]}})
+
+
+def test_variables_of_the_environment_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that was set for another project would change a setting silently.
+
+    https://github.com/langfuse/claude-observability-plugin/issues/30
+    """
+    assert describe_variables() == []
+    variables = {"CTL_STEPS": "3", "CTL_HPARAMS__WIDTH": "8", "CTL_STEP": "3", "CTL_SEED": ""}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    unknown, used = describe_variables()
+    assert unknown.startswith("warning: the environment variable CTL_STEP is not a setting; did")
+    assert used == "settings from the environment: CTL_HPARAMS__WIDTH, CTL_STEPS"
 
 
 # ---- Runs --------------------------------------------------------------------------------------
