@@ -8,17 +8,23 @@ Exit codes:
 - 75: Another process of the cluster was lost.
 - 130: Training saved a checkpoint and stopped after SIGINT, or stopped without saving after a
   second SIGINT.
-- 143: Training saved a checkpoint and stopped after SIGTERM or SIGUSR1, or stopped without saving
-  because it made no progress for ``stall_seconds``, or because it had not begun.
+- 143: Training saved a checkpoint and stopped after SIGTERM, SIGUSR1 or SIGHUP, or stopped without
+  saving because it made no progress for ``stall_seconds``, or because it had not begun.
 """
+
+import os
+import sys
+
+if __name__ == "__main__" and sys.path[0] == os.getcwd():
+    # Otherwise, a file of the project such as numbers.py would hide the module of this name that
+    # libraries import. ``load_callbacks`` adds the folder again.
+    del sys.path[0]
 
 import contextlib
 import dataclasses
 import gc
 import importlib
 import logging
-import os
-import sys
 import time
 import traceback
 import types
@@ -197,15 +203,18 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
         is_named=command.names_callbacks,
     )
     if not is_supervised:  # the supervisor has printed the notes already
-        _print_notes(command, task, hooks_file)
+        _print_notes(command, task)
     check_compiles(hooks_file)
     if not is_training or command.options["check"]:
         config = _leave_cluster(config)
     elif command.options["background"] and not background.is_in_background():
+        _print_note(hooks_file)
         return _start_in_background(config, argv)
     elif config.workers > 1 and not is_supervised:
         name = config.run_name or choose_run_name(Path(config.runs_dir))
         return supervisor.start_cluster(argv, dataclasses.replace(config, run_name=name))
+    # Each process prints the note, because the file may have changed before a cluster is restarted.
+    _print_note(hooks_file)
     return _run_here(command, config, hooks_file)
 
 
@@ -221,12 +230,16 @@ def _start_in_background(config: Config, argv: list[str]) -> int:
     return background.start([*words, "--run-name", name], Path(config.runs_dir) / name)
 
 
-def _print_notes(command: Command, task: Task, hooks_file: HooksFile) -> None:
-    """Prints notes about ignored settings, the cluster, and changes to callbacks.py."""
+def _print_notes(command: Command, task: Task) -> None:
+    """Prints notes about settings and the cluster."""
     for note in command.notes:
         print(note, flush=True)
     if task.processes > 1:
         print(f"cluster: {task.describe(task.index)}, of {task.processes}", flush=True)
+
+
+def _print_note(hooks_file: HooksFile) -> None:
+    """Prints a note if the hooks have changed since the run was trained."""
     if hooks_file.note:
         print(hooks_file.note, flush=True)
 

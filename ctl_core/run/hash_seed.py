@@ -7,6 +7,7 @@ the environment variable ``PYTHONHASHSEED``.
 
 import os
 import sys
+from collections.abc import Sequence
 
 _VARIABLE = "PYTHONHASHSEED"
 
@@ -14,19 +15,35 @@ _VARIABLE = "PYTHONHASHSEED"
 def restart_with_fixed_seed() -> None:
     """Starts ``python -m ctl_core`` again in this process, with ``PYTHONHASHSEED=0``.
 
-    Does nothing if the environment sets a seed, or if another program, such as a debugger, runs the
-    command line.
+    Does nothing if the environment sets a seed, or if another program, such as a debugger or a
+    profiler, runs the command line: that program would be started again, too, and would lose its
+    connection or what it has recorded.
     """
     words = sys.orig_argv
-    module = []
-    if "-m" in words:
-        module = words[words.index("-m") + 1 :][:1]
     # On Windows, the shell would not wait for the process that execv starts.
-    if _VARIABLE in os.environ or module != ["ctl_core"] or os.name == "nt":
+    if _VARIABLE in os.environ or not is_run_by_python(words) or os.name == "nt":
         return
     os.environ[_VARIABLE] = "0"
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *words[1:]])
+
+
+def is_run_by_python(words: Sequence[str]) -> bool:
+    """Returns whether Python itself runs ``-m ctl_core``, rather than another program.
+
+    Args:
+        words: the command line of the process. That of another program has the path or the name of
+            that program before ``-m ctl_core``
+    """
+    options = iter(words[1:])
+    for word in options:
+        if word == "-m":
+            return next(options, None) == "ctl_core"
+        if word in ("-W", "-X"):
+            next(options, None)
+        elif not word.startswith("-"):
+            return False
+    return False
 
 
 def fingerprint_order() -> int:

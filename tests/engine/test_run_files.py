@@ -102,6 +102,20 @@ def test_folders_of_a_run_may_be_links_and_hooks_change_the_folder(
     assert_trained("a", step=6)
 
 
+def test_a_worker_that_is_started_again_reports_an_edit(
+    project: Path, ctl: Ctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor starts its workers again after a crash, possibly after an edit of the hooks.
+
+    https://github.com/facebookresearch/mmf/issues/355
+    """
+    ctl("train", "--run-name", "a", *FLAGS)
+    (project / "callbacks.py").write_text(f"{BASE}# edited\n")
+    monkeypatch.setattr("ctl_core.cluster.supervisor.die_with_supervisor", lambda: True)
+    out = ctl("train", "--run-name", "a", "--steps", "6")
+    assert out.count("callbacks.py has changed since the run was trained; the run continues") == 1
+
+
 @pytest.mark.slow
 def test_changed_or_missing_callbacks_file_is_reported(
     project: Path,
