@@ -40,6 +40,7 @@ from ctl_core.commands.python_values import (
 from ctl_core.commands.use import evaluate, export, predict
 from ctl_core.compat import add_called_ops, make_scratch_graph
 from ctl_core.compilation import explain_for_gpu
+from ctl_core.hooks.callbacks_file import refuse_edited_modules
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.hooks.load import load_hooks
 from ctl_core.input.batches import Share, make_placeholders
@@ -93,6 +94,7 @@ def check(callbacks: Callbacks, config: Config) -> State:
 def _check_alone(callbacks: Callbacks, config: Config) -> State:
     """Checks the hooks while no other thread trains or loads a run."""
     start = time.monotonic()
+    refuse_edited_modules(callbacks, config.callbacks)
     console = CheckConsole()
     name = config.run_name or "run"
     if config.listener is not None:  # fails if the listener does not exist; it is never called

@@ -18,7 +18,13 @@ from ctl_core.cluster.strategy import find_task, has_missed_sigterm
 from ctl_core.cluster.sync import join_peers
 from ctl_core.commands.inherited import inherit_settings
 from ctl_core.compat import describe_untested
-from ctl_core.hooks.callbacks_file import read_hooks_file, read_modules
+from ctl_core.hooks.callbacks_file import (
+    read_hooks_file,
+    read_modules,
+    read_sources_of_hooks,
+    refuse_edited_modules,
+)
+from ctl_core.hooks.project_modules import keep_sources
 from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State
 from ctl_core.run.console import Console
@@ -69,6 +75,7 @@ def train(
         PeerLost: another process of the cluster is gone.
     """
     started = time.monotonic()
+    refuse_edited_modules(callbacks, config.callbacks)
     task = find_task(config)
     fetch_run(inherit_settings(config)[0])
     config, notes = inherit_settings(config)  # again, because the run may have been fetched
@@ -110,6 +117,7 @@ def train_in_turn(callbacks: Any, config: Config, start: Start) -> State:
     """
     task = find_task(config)
     hooks_file = read_hooks_file(callbacks)
+    sources = read_sources_of_hooks(callbacks, config.callbacks)
     named = [find_listener(config.listener)] if config.listener is not None else []
     config = settle_logical_replicas(config, find_start(config, start.start_over))
     run = Run(
@@ -123,6 +131,7 @@ def train_in_turn(callbacks: Any, config: Config, start: Start) -> State:
     config = dataclasses.replace(config, run_name=run.path.name)  # the run may have chosen a name
     with (
         open_session(run, console),
+        keep_sources(sources),
         copy_to_mirror(config, task, run.path, run.listeners, console),
         prepare_process(config),
         join_peers(task),

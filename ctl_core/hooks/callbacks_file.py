@@ -17,7 +17,9 @@ from typing import Any
 from ctl_core.hooks.project_modules import (
     ProjectModules,
     find_changed_modules,
+    list_edited_modules,
     read_project_modules,
+    read_sources,
 )
 from ctl_core.run.errors import CtlError, SetupError, format_error, format_name, make_line
 from ctl_core.run.files import relative_path
@@ -281,18 +283,63 @@ def read_modules(callbacks: Any, name: str) -> dict[str, bytes]:
         callbacks: the hooks; if they are not in a file, the result is empty
         name: the setting ``callbacks``
     """
-    if read_hooks_file(callbacks) is None or getattr(callbacks, "__file__", None) is None:
+    root = _find_root_of_hooks(callbacks, name)
+    if root is None:
         return {}
+    contents = read_project_modules(root)
+    contents.pop(Path(callbacks.__file__).absolute().relative_to(root).as_posix(), None)
+    return contents
+
+
+def refuse_edited_modules(callbacks: Any, name: str) -> None:
+    """Checks that no file of the hooks was edited after it was imported, as in a notebook.
+
+    Args:
+        callbacks: the hooks; if they are not in a file, nothing is checked
+        name: the setting ``callbacks``
+
+    Raises:
+        SetupError: a file was edited; the message names it.
+    """
+    root = _find_root_of_hooks(callbacks, name)
+    edited = list_edited_modules(root) if root is not None else []
+    if edited:
+        names = format_name(make_line(", ".join(edited), 100))
+        raise SetupError(
+            f"callbacks: {names} was edited after it was imported, and Python still has the old "
+            "functions; restart the kernel, or reload the module and those that import it: "
+            "importlib.reload(callbacks)."
+        )
+
+
+def read_sources_of_hooks(callbacks: Any, name: str) -> dict[str, bytes]:
+    """Returns the sources of the hooks and of the modules that they have imported, by file.
+
+    Args:
+        callbacks: the hooks; if they are not in a file, the result is empty
+        name: the setting ``callbacks``
+    """
+    root = _find_root_of_hooks(callbacks, name)
+    if root is None:
+        return {}
+    sources = read_sources(root)
+    content = read_hooks_file(callbacks)
+    if content is not None:
+        sources[callbacks.__file__] = content
+    return sources
+
+
+def _find_root_of_hooks(callbacks: Any, name: str) -> Path | None:
+    """Returns the folder of the modules of the hooks; None if the hooks are not in a file."""
+    if read_hooks_file(callbacks) is None or getattr(callbacks, "__file__", None) is None:
+        return None
     file = Path(callbacks.__file__).absolute()
-    root = file.parent
     names = Path(name).parts
     if Path(name).is_absolute():
-        root = _find_root(file, Path.cwd())
-    elif file.parts[-len(names) :] == names:
-        root = Path(*file.parts[: -len(names)])
-    contents = read_project_modules(root)
-    contents.pop(file.relative_to(root).as_posix(), None)
-    return contents
+        return _find_root(file, Path.cwd())
+    if file.parts[-len(names) :] == names:
+        return Path(*file.parts[: -len(names)])
+    return file.parent
 
 
 def read_hooks_file(callbacks: Any) -> bytes | None:

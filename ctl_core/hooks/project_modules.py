@@ -9,11 +9,15 @@ import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import linecache
+import marshal
+import os
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ctl_core.run.errors import NOT_THE_USERS
 
@@ -171,6 +175,40 @@ def _is_library(module: types.ModuleType | None) -> bool:
     return any(place in file for place in NOT_THE_USERS)
 
 
+_HEADER = 16  # the number of bytes before the code in a file with bytecode
+# The sources that ``keep_sources`` keeps, by the path of the file.
+_kept: dict[str, bytes] = {}
+
+
+@contextlib.contextmanager
+def keep_sources(sources: Mapping[str, bytes]) -> Iterator[None]:
+    """Lets AutoGraph, tracebacks and copies read sources as they are now, even after an edit.
+
+    AutoGraph reads the source of a function when the function is traced. This may be minutes after
+    the import, for example in the first evaluation.
+
+    Args:
+        sources: the content of files by their paths
+    """
+    for file, content in sources.items():
+        with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # edited after the import
+            text = importlib.util.decode_source(content)
+            # ``linecache.checkcache`` keeps an entry without a time.
+            linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    _kept.update(sources)
+    try:
+        yield
+    finally:
+        for file in sources:
+            linecache.cache.pop(file, None)
+            _kept.pop(file, None)
+
+
+def read_sources(project: Path) -> dict[str, bytes]:
+    """Returns the content of the project's modules that are imported, by the path of the file."""
+    return {module.file: module.content for module in _list_imported(project)}
+
+
 def read_project_modules(project: Path, with_program: bool = False) -> dict[str, bytes]:
     """Returns the content of the project's modules that are imported, by path in the project.
 
@@ -178,21 +216,69 @@ def read_project_modules(project: Path, with_program: bool = False) -> dict[str,
         project: the folder of the project
         with_program: whether to include the program itself, and modules that are not Python source
     """
+    return {module.path: module.content for module in _list_imported(project, with_program)}
+
+
+def list_edited_modules(project: Path) -> list[str]:
+    """Returns the paths of the project's modules that were edited after their import.
+
+    The functions in memory are the old ones, but AutoGraph would read their new source. Python does
+    not keep the source of a module, so the bytecode that it has cached is compared. If Python
+    writes no bytecode, no edit is found.
+    """
+    return [module.path for module in _list_imported(project) if module.is_edited()]
+
+
+class _Imported(NamedTuple):
+    """A module of the project that is imported.
+
+    Attributes:
+        file: the path of the file that was imported
+        path: the path in the project, with slashes
+        content: the content of the file
+        cached: the path of the bytecode that Python wrote at the import; None if there is none
+    """
+
+    file: str
+    path: str
+    content: bytes
+    cached: str | None
+
+    def is_edited(self) -> bool:
+        """Returns whether the file now has other code than the cached bytecode."""
+        if self.cached is None or sys.dont_write_bytecode or not os.access(self.cached, os.W_OK):
+            return False
+        try:
+            imported = marshal.loads(Path(self.cached).read_bytes()[_HEADER:])
+            now: types.CodeType = compile(self.content, self.file, "exec", dont_inherit=True)
+        except SyntaxError:
+            return True
+        except (OSError, EOFError, ValueError, TypeError):  # damaged, or being written
+            return False
+        return bool(imported != now)
+
+
+def _list_imported(project: Path, with_program: bool = False) -> Iterator[_Imported]:
+    """Yields the modules of the project that are imported, see ``read_project_modules``."""
     project = project.resolve()
-    contents = {}
-    for name, module in list(sys.modules.items()):
+    for full_name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        is_module = name != "__main__" and file.endswith(".py")
+        is_module = full_name != "__main__" and file.endswith(".py")
         if not file or _is_library(module) or not (is_module or with_program):
             continue
         path = Path(file).resolve()
         # If the module was imported from a copy, the loader has the path of the copy.
-        source = getattr(getattr(module, "__spec__", None), "loader", None)
+        spec = getattr(module, "__spec__", None)
+        source = getattr(spec, "loader", None)
+        cached = None
+        if type(source) is importlib.machinery.SourceFileLoader:  # others do not cache bytecode
+            cached = getattr(spec, "cached", None)
         with contextlib.suppress(OSError):  # the file was removed
             if path.is_relative_to(project):
-                content = Path(getattr(source, "path", file)).read_bytes()
-                contents[path.relative_to(project).as_posix()] = content
-    return contents
+                file = getattr(source, "path", file)
+                content = _kept.get(file) or Path(file).read_bytes()
+                name = path.relative_to(project).as_posix()
+                yield _Imported(file, name, content, cached)
 
 
 def find_changed_modules(copies: Path, project: Path) -> list[str]:

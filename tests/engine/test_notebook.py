@@ -181,6 +181,11 @@ def test_in_a_thread_and_after_a_cell_that_was_interrupted(folder: Path) -> None
 def test_a_module_that_was_edited_and_reloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An edit without a reload is refused.
+
+    https://github.com/jupyter/notebook/issues/4156
+    """
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "notebook_hooks.py"
     source = HOOKS.replace("WIDTH", "8").replace("BODY", "pass")
@@ -192,6 +197,9 @@ def test_a_module_that_was_edited_and_reloaded(
         return ctl_core.train(module, ctl_core.Config(steps=2, batch_size=20, **defaults))
 
     train_module("a")
+    file.write_text(source.replace("* 0.5", "* 0.25"))
+    with pytest.raises(ctl_core.SetupError, match=r"notebook_hooks.py was edited after it was imp"):
+        train_module("b")
     edited = "# Edited.\n" + source.replace("Dense(8", "Dense(9").replace("* 0.5", "* tf.nothing")
     file.write_text(edited)
     importlib.reload(module)
@@ -203,3 +211,31 @@ def test_a_module_that_was_edited_and_reloaded(
     importlib.reload(module)
     assert train_module("b").train_model.layers[0].units == 9
     assert (tmp_path / "b/callbacks.py").read_text() == file.read_text()
+
+
+def test_an_edit_while_a_run_starts_does_not_change_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AutoGraph reads the source of a hook that has already been imported.
+
+    https://github.com/pytorch/pytorch/issues/43856
+    """
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "edited_hooks.py"
+    source = HOOKS.replace("WIDTH", "8").replace("BODY", "pass")
+    file.write_text(source)
+    module = importlib.import_module("edited_hooks")
+    create_opt = module.create_opt
+    weights = []
+    for name, content in (("a", source), ("b", "# Edited.\n" + source.replace("* 0.5", "* 0.0"))):
+
+        def edit_and_create(lr: Any, content: str = content) -> Any:
+            file.write_text(content)
+            return create_opt(lr)
+
+        monkeypatch.setattr(module, "create_opt", edit_and_create)
+        config = ctl_core.Config(steps=4, batch_size=20, runs_dir=str(tmp_path), run_name=name)
+        weights.append(ctl_core.train(module, config).train_model.get_weights())
+        assert (tmp_path / name / "callbacks.py").read_text() == source
+    for ours, theirs in zip(*weights, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
