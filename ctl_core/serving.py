@@ -46,7 +46,7 @@ from ctl_core.run.files import relative_path
 from ctl_core.run.layers import resolve
 from ctl_core.run.settings import Config
 from ctl_core.session.process import leave_run
-from ctl_core.session.turns import PROCESS_TURN
+from ctl_core.session.turns import PROCESS_TURN, refuse_in_fork
 from ctl_core.types import (
     AnyTensor,
     AnyTensorSpec,
@@ -105,8 +105,10 @@ class LoadedModel:
                 entries of a batch that ``input_pre`` needs
 
         Raises:
-            SetupError: the inputs do not match ``input_spec``.
+            SetupError: the inputs do not match ``input_spec``; or this process was forked from the
+                one that has loaded the model.
         """
+        refuse_in_fork("ctl.load")
         spec = self.input_spec
         try:
             request = keras.tree.map_structure_up_to(spec, _convert_to_tensor, spec, inputs)

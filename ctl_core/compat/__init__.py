@@ -22,7 +22,7 @@ function that uses the name must then be corrected.
                      writer; float and int of a DistributedVariable; how a process joins a cluster
                      and creates its devices; the strings that processes publish; how the replicas
                      of all processes gather a tensor, and get the initial value of a variable; how
-                     collectives are numbered
+                     collectives are numbered; the eager context: _initialized
     checkpoints.py   Trackable and the object graph of a checkpoint; Checkpoint: _write;
                      CheckpointManager: _max_to_keep, _checkpoint
     datasets.py      Dataset: _inputs, _functions, _filename, _num_parallel_calls, _deterministic,
@@ -71,6 +71,7 @@ from ctl_core.compat.distribution import (
     enter_replica_context,
     enter_update,
     gather_from_replicas,
+    has_started,
     let_sizes_vary,
     list_cpu_devices,
     mute_other_summaries,
@@ -158,6 +159,7 @@ __all__ = [
     "get_seed_generator",
     "has_free_order",
     "has_function",
+    "has_started",
     "hide_new_layers",
     "hold_objects",
     "is_keras_generator",

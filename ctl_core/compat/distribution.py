@@ -129,6 +129,11 @@ def mute_other_summaries(step: tf.Tensor, replica: int | tf.Tensor | None = None
         yield
 
 
+def has_started() -> bool:
+    """Returns whether TensorFlow has created its devices in this process, which starts threads."""
+    return bool(context.context()._initialized)
+
+
 def cut_join(seconds: float) -> Scope:
     """Limits how long processes that join a cluster wait for a lost process.
 

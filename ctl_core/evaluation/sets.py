@@ -12,7 +12,7 @@ import tensorflow as tf
 from ctl_core.compat import is_shuffle, list_stages
 from ctl_core.hooks.hooks import Hook
 from ctl_core.input.batches import has_varying_widths
-from ctl_core.input.caches import refuse_unfinished_caches
+from ctl_core.input.caches import refuse_unfinished_caches, warn_of_old_caches
 from ctl_core.input.prefetch import read_ahead
 from ctl_core.input.readers import open_reader
 from ctl_core.input.sharing import may_have_rows, reject_elements
@@ -150,6 +150,7 @@ class EvaluationData:
             raise reject_elements(hook, spec)
         dataset = self._prepare(hook, returned)
         refuse_unfinished_caches(hook, dataset)
+        warn_of_old_caches(hook, dataset)
         is_shuffled = any(map(is_shuffle, list_stages(dataset)))
 
         def make() -> tf.data.Dataset:

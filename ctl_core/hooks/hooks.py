@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import linecache
+import os
 import re
 import traceback
 import types
@@ -107,7 +108,26 @@ class Hook:
         # Add the lines of functions that AutoGraph converted, or that Dataset.map called.
         frames += [*read_translated_stack(error), *parse_frames(str(error))]
         cure = explain_missing_hparam(error, frames, self.common.get("hparams", {}))
+        cure += self._explain_relative_path(error)
         return f"{self.locate(frames)}: {format_error(error)}{cure}"
+
+    def _explain_relative_path(self, error: BaseException) -> str:
+        """Returns how to find a file that is next to the hooks; "" for any other error.
+
+        The hooks of a run that is loaded elsewhere, as in a web server, are not in the current
+        folder.
+        """
+        code = find_code(self.function)
+        name = getattr(error, "filename", None)
+        if code is None or not isinstance(error, FileNotFoundError) or not isinstance(name, str):
+            return ""
+        folder = os.path.dirname(code.co_filename)
+        if os.path.isabs(name) or not os.path.exists(os.path.join(folder, name)):
+            return ""
+        return (
+            f"; the file is in {folder}, which is not the current folder: write "
+            f"Path(__file__).parent / {name!r}"
+        )
 
     def locate(self, frames: Iterable[tuple[str, int]]) -> str:
         """Returns ``update_pre (callbacks.py:14)`` for the last frame in the hook's own file."""

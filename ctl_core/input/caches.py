@@ -18,6 +18,8 @@ import tensorflow as tf
 from ctl_core.cluster.sync import Cluster
 from ctl_core.compat import is_snapshot, list_stages, read_cache_file, read_snapshot_folder
 from ctl_core.hooks.hooks import Hook
+from ctl_core.run.console import warn
+from ctl_core.run.errors import find_code, format_file_name
 from ctl_core.run.files import find_pattern_character
 
 
@@ -68,6 +70,26 @@ def refuse_unfinished_caches(hook: Hook, dataset: tf.data.Dataset) -> None:
             raise hook.reject(
                 f"its cache file {file} is unfinished: another process is writing it, or was "
                 f"stopped. If none is running, delete {to_delete} and start again."
+            )
+
+
+def warn_of_old_caches(hook: Hook, dataset: tf.data.Dataset) -> None:
+    """Warns of complete cache files that are older than the file with the hook.
+
+    TensorFlow reads the examples in a cache file, even if the functions that computed them have
+    changed since then.
+    """
+    code = find_code(hook.function)
+    if code is None or not os.path.isfile(code.co_filename):
+        return
+    edited = os.path.getmtime(code.co_filename)
+    for file in list_cache_files(dataset):
+        index = f"{file}.index"
+        if tf.io.gfile.exists(index) and tf.io.gfile.stat(index).mtime_nsec < edited * 1e9:
+            warn(
+                f"{hook}: the cache file {file} is older than "
+                f"{format_file_name(code.co_filename)}; if the examples in it have changed, delete "
+                f"{index} and {file}.data-*."
             )
 
 

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook, Hooks
-from ctl_core.input.caches import refuse_unfinished_caches
+from ctl_core.input.caches import refuse_unfinished_caches, warn_of_old_caches
 from ctl_core.input.readers import Reader, open_reader
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.types import Batch
@@ -87,6 +87,7 @@ class DataHooks:
             repeated = repeated.repeat()
         returned = make_batches(dataset=repeated, **arguments)
         refuse_unfinished_caches(create_dataset, returned)
+        warn_of_old_caches(create_dataset, returned)
         if returned is repeated:
             return HookedData(dataset, create_dataset, reader, is_stream=False)
         return HookedData(returned, make_batches, reader, is_stream=True)

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 
+from ctl_core.compat import has_started
 from ctl_core.run.errors import SetupError
 
 # The number of seconds that ``ctl.load`` waits at most for a training in another thread. After
@@ -40,8 +41,10 @@ class Turns:
             run: the run, for messages
 
         Raises:
-            SetupError: this process trains a run already, in this thread or in another one.
+            SetupError: this process trains a run already, in this thread or in another one; or it
+                was forked, see ``refuse_in_fork``.
         """
+        refuse_in_fork("ctl.train")
         with self._changed:
             if self._training is not None:
                 raise SetupError(
@@ -59,7 +62,12 @@ class Turns:
 
     @contextlib.contextmanager
     def load(self) -> Iterator[None]:
-        """Takes the turn for loading a run, when the training in another thread offers it."""
+        """Takes the turn for loading a run, when the training in another thread offers it.
+
+        Raises:
+            SetupError: this process was forked, see ``refuse_in_fork``.
+        """
+        refuse_in_fork("ctl.load")
         # A thread that TensorFlow has started, such as one that reads data, belongs to the
         # training. The training may be waiting for it.
         is_of_tensorflow = threading.current_thread().name.startswith("Dummy-")
@@ -126,11 +134,34 @@ class Turns:
 
 
 PROCESS_TURN = Turns()
+# Whether this process was forked from one in which TensorFlow was running.
+_is_forked = False
+
+
+def refuse_in_fork(name: str) -> None:
+    """Checks that TensorFlow can run in this process.
+
+    A forked process has none of the threads of TensorFlow, so its first graph call would hang.
+
+    Args:
+        name: the function that is called, for the message
+
+    Raises:
+        SetupError: this process was forked from one in which TensorFlow was running.
+    """
+    if _is_forked:
+        raise SetupError(
+            f"{name}: this process was forked from one that was already using TensorFlow, so it "
+            "would hang; start processes with multiprocessing.get_context('spawn'), and load runs "
+            "in each of them (gunicorn: without --preload)."
+        )
 
 
 def _start_again() -> None:
     """Forgets the threads of the process from which this one was forked."""
+    global _is_forked
     PROCESS_TURN.__init__()  # type: ignore[misc]
+    _is_forked = _is_forked or has_started()
 
 
 if hasattr(os, "register_at_fork"):

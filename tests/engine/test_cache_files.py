@@ -1,5 +1,7 @@
 """Tests of pipelines that cache elements in files, and of files left by a stopped process."""
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,22 @@ def test_complete_cache_is_read(train: Train, tmp_path: Path) -> None:
     train(hooks, steps=9, run_name="first", batch_size=16)
     assert (tmp_path / "cached.index").exists()
     train(hooks, steps=9, run_name="second", batch_size=16)
+
+
+def test_a_cache_that_is_older_than_the_hooks_is_reported(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It contains what the functions returned before they were edited.
+
+    https://github.com/huggingface/datasets/issues/3297
+    """
+    hooks = cached_hooks(tmp_path / "cached")
+    warning = r"create_dataset \(test_cache_files.py:\d+\): the cache file .*/cached is older"
+    for edited, name in ((False, "a"), (False, "b"), (True, "c")):
+        if edited:
+            os.utime(tmp_path / "cached.index", (0, 0))
+        train(hooks, steps=9, run_name=name, batch_size=16)
+        assert bool(re.search(warning, capsys.readouterr().out)) is edited
 
 
 @pytest.mark.parametrize("character", "*?[]\\")

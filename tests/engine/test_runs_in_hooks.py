@@ -1,6 +1,7 @@
 """Tests that a hook or a thread can load another run without affecting the run that trains."""
 
 import functools
+import multiprocessing
 import random
 import signal
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -19,6 +21,8 @@ import tensorflow as tf
 import ctl_core
 from ctl_core import compat
 from ctl_core.hooks import recording
+from ctl_core.serving import LoadedModel
+from ctl_core.session.turns import PROCESS_TURN
 from tests.golden import compare, engine, small
 
 engine.start_devices()
@@ -183,6 +187,31 @@ def test_a_second_training_is_refused_at_once(train_small: engine.Train) -> None
     assert not (state.run_dir.parent / "second").exists()
     second = train_small(small.hooks(), run_name="second")
     compare.assert_close(second.train_model.weights, small.plain(6).weights)
+
+
+def test_a_forked_process_is_refused_instead_of_hanging() -> None:
+    """TensorFlow's threads do not exist in a process that is forked, as by gunicorn --preload.
+
+    https://github.com/tensorflow/tensorflow/issues/8220
+    """
+    tf.constant(0)  # starts TensorFlow
+    forking = multiprocessing.get_context("fork")
+    receiver, sender = forking.Pipe(duplex=False)
+
+    def send_refusals() -> None:
+        calls = [PROCESS_TURN.train("a").__enter__, PROCESS_TURN.load().__enter__]
+        for call in (*calls, lambda: LoadedModel.__call__(mock.Mock(), 0)):
+            with pytest.raises(ctl_core.SetupError) as raised:
+                call()
+            sender.send(str(raised.value))
+
+    child = forking.Process(target=send_refusals)
+    child.start()
+    sender.close()
+    child.join(60)
+    assert child.exitcode == 0
+    for name in ("ctl.train", "ctl.load", "ctl.load"):
+        assert receiver.recv().startswith(f"{name}: this process was forked from one that was al")
 
 
 def test_runs_are_loaded_in_other_threads_while_a_run_trains(
