@@ -23,10 +23,12 @@ import ctl_core
 from ctl_core.__main__ import main
 from ctl_core.commands.cli import parse_command
 from ctl_core.hooks import defaults
+from ctl_core.hooks.hooks import Hook
 from ctl_core.hooks.load import read_arguments
 from ctl_core.hooks.reference import format_table, read_default_source
 from ctl_core.hooks.spec import Form
 from ctl_core.hooks.table import SPECS
+from ctl_core.run.errors import HookFailed
 from tests.golden import compare, small
 from tests.helpers.cases import Followed, assert_weights, make_hooks, regression_data, sliced
 from tests.helpers.project import Train
@@ -623,3 +625,22 @@ def train_two_towers(shown: Any, weights: list[Any], steps: int, rate: float) ->
         for table, gradient in zip([user_table, item_table], gradients, strict=True):
             table.assign_sub(rate * tf.convert_to_tensor(gradient))
     return [user_table.numpy(), item_table.numpy()]
+
+
+def test_a_file_next_to_the_hooks_is_named_if_it_is_not_found_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """https://github.com/keras-team/keras/issues/13718"""
+    project = tmp_path / "project"
+    project.mkdir()
+    source = "def create_dataset():\n    return open('data.txt')\n"
+    names: dict[str, Any] = {}
+    exec(compile(source, str(project / "callbacks.py"), "exec"), names)
+    hook = Hook("create_dataset", names["create_dataset"], (), {}, is_default=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HookFailed, match=r"callbacks.py:2\): FileNotFoundError.*'data.txt'$"):
+        hook()
+    (project / "data.txt").touch()
+    cure = r"not the current folder: write Path\(__file__\).parent / 'data.txt'$"
+    with pytest.raises(HookFailed, match=cure):
+        hook()
