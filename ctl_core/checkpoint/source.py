@@ -63,7 +63,9 @@ class Source:
             if self.wanted:
                 name += f"@{self.wanted}"
             existing = list_saved_steps(self.run / "ckpt")[:10]
-            message = f"{self.setting}: there is no checkpoint {name}, only {existing}"
+            message = f"{self.setting}: there is no checkpoint {name}"
+            if existing:
+                message += f", only {existing}"
             if self.wanted != "best" and has_best(self.run):
                 message += f"; its best checkpoint is kept as {self.run.name}@best"
             raise SetupError(f"{message}.")
