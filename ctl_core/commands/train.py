@@ -17,7 +17,7 @@ from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import find_task, has_missed_sigterm
 from ctl_core.cluster.sync import join_peers
 from ctl_core.commands.inherited import inherit_settings
-from ctl_core.compat import describe_untested
+from ctl_core.compat import describe_untested, read_sources_once
 from ctl_core.hooks.callbacks_file import (
     read_hooks_file,
     read_modules,
@@ -132,6 +132,7 @@ def train_in_turn(callbacks: Any, config: Config, start: Start) -> State:
     with (
         open_session(run, console),
         keep_sources(sources),
+        read_sources_once(),
         copy_to_mirror(config, task, run.path, run.listeners, console),
         prepare_process(config),
         join_peers(task),

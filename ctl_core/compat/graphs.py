@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.pyct import inspect_utils
 from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import context, record
 from tensorflow.python.framework import auto_control_deps_utils, op_callbacks
@@ -108,6 +109,15 @@ def allow_autograph() -> contextlib.AbstractContextManager[Any]:
     scope: contextlib.AbstractContextManager[Any]
     scope = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.UNSPECIFIED)
     return scope
+
+
+def read_sources_once() -> Scope:
+    """Lets AutoGraph read sources from ``linecache``, rather than from the disk each time."""
+    return set_attributes(inspect_utils, _fix_linecache_record=_do_nothing)
+
+
+def _do_nothing(_: object) -> None:
+    pass
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ def keep_sources(sources: Mapping[str, bytes]) -> Iterator[None]:
     """Lets AutoGraph, tracebacks and copies read sources as they are now, even after an edit.
 
     AutoGraph reads the source of a function when the function is traced. This may be minutes after
-    the import, for example in the first evaluation.
+    the import, for example in the first evaluation. It also needs ``compat.read_sources_once``.
 
     Args:
         sources: the content of files by their paths

@@ -221,17 +221,18 @@ def test_an_edit_while_a_run_starts_does_not_change_it(
     https://github.com/pytorch/pytorch/issues/43856
     """
     monkeypatch.syspath_prepend(str(tmp_path))
-    file = tmp_path / "edited_hooks.py"
-    source = HOOKS.replace("WIDTH", "8").replace("BODY", "pass")
-    file.write_text(source)
-    module = importlib.import_module("edited_hooks")
-    create_opt = module.create_opt
     weights = []
-    for name, content in (("a", source), ("b", "# Edited.\n" + source.replace("* 0.5", "* 0.0"))):
+    for name, condition, edited in (("a", "> 0.0", "* 0.5"), ("b", "> -1.0", "* 0.0")):
+        # The conditions are always true, but differ, because AutoGraph keeps what it has converted.
+        source = HOOKS.replace("WIDTH", "8").replace("BODY", "pass").replace("> 1.0", condition)
+        file = tmp_path / f"hooks_{name}.py"
+        file.write_text(source)
+        module = importlib.import_module(file.stem)
+        content = source.replace("* 0.5", edited)
 
-        def edit_and_create(lr: Any, content: str = content) -> Any:
+        def edit_and_create(lr: Any, file: Path = file, content: str = content) -> Any:
             file.write_text(content)
-            return create_opt(lr)
+            return keras.optimizers.SGD(lr)
 
         monkeypatch.setattr(module, "create_opt", edit_and_create)
         config = ctl_core.Config(steps=4, batch_size=20, runs_dir=str(tmp_path), run_name=name)
