@@ -14,8 +14,8 @@ function that uses the name must then be corrected.
                      the eager context: _seed, _rng; whether ops are deterministic; the names of the
                      variables of random generators
     graphs.py        FuncGraph: _watched_variables, _get_function, _variable_creator_stack; the
-                     resources that an op writes; the stack and status of AutoGraph, and how it reads
-                     sources; the results of new ops; the eager context: _config
+                     resources that an op writes; the stack and status of AutoGraph, and how it
+                     reads sources; the results of new ops; the eager context: _config
     gradients.py     the registry of gradients; the closures of tf.custom_gradient and
                      tf.recompute_grad; Operation: _original_op
     distribution.py  which replica writes summaries; the context of an update; the resource of a

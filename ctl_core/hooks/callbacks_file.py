@@ -154,6 +154,9 @@ def find_saved_callbacks(run: Path, name: str, project: Path) -> HooksFile:
 
 
 def _reject_missing(name: str, project: Path, cure: str) -> SetupError:
+    if (project / name).is_dir():
+        file = format_name(Path(name, "__init__.py"))
+        cure = f"it is a folder; name the file in it, such as {file}"
     return SetupError(f"callbacks: no file {format_name(name)} in {project}; {cure}.")
 
 
