@@ -125,7 +125,11 @@ def gather(context: tf.distribute.ReplicaContext, value: AnyTensor, axis: int) -
 
 
 def _gather_dense(context: tf.distribute.ReplicaContext, value: tf.Tensor, axis: int) -> tf.Tensor:
-    """Returns the tensors of all replicas, concatenated along an axis."""
+    """Returns the tensors of all replicas, concatenated along an axis.
+
+    The gradient of ``tf.gather`` is sparse, and TensorFlow's gradient of an all-gather fails with a
+    sparse gradient. The result is therefore reshaped, because the gradient of a reshape is dense.
+    """
     if value.shape.rank is not None:
         axis %= value.shape.rank  # collectives do not accept negative axes
     dtype = value.dtype
@@ -137,6 +141,7 @@ def _gather_dense(context: tf.distribute.ReplicaContext, value: tf.Tensor, axis:
         gathered = _gather_texts(context, value, axis)
     else:
         gathered = decode_sum(context.all_gather(encode_for_sum(value), axis), dtype)
+    gathered = tf.reshape(gathered, tf.shape(gathered))
     sizes = value.shape
     if sizes.rank is not None:  # in a cluster, TensorFlow does not know the static shape
         gathered.set_shape([*sizes[:axis], None, *sizes[axis + 1 :]])

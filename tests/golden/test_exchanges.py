@@ -11,7 +11,7 @@ import tensorflow as tf
 import ctl_core
 from ctl_core import all_gather, all_reduce
 from tests.golden import compare, engine, small
-from tests.golden.reference import RATE
+from tests.golden.reference import RATE, Reference
 from tests.golden.uneven_batches import train_on
 
 
@@ -84,6 +84,26 @@ def test_a_weight_that_depends_on_the_whole_batch(train: engine.Train) -> None:
         for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
             variable.assign_sub(RATE * gradient)
     compare.assert_close(state.train_model.weights, model.weights)
+
+
+def test_rows_that_are_looked_up_in_exchanged_values(train: engine.Train) -> None:
+    """The gradient of ``tf.gather`` is sparse.
+
+    A loss that sorts the rows of all replicas looks up its own rows in the result, such as the Cox
+    likelihood of https://github.com/mexchy1000/DeepSurv_Keras/issues/1.
+    """
+
+    def loss_pre(output: Any, batch: Any) -> Any:
+        outputs = all_gather(output)
+        own = ctl_core.row_offset() + tf.range(tf.shape(output)[0])
+        next_row = tf.gather(outputs, (own + 1) % tf.shape(outputs)[0])
+        total = tf.gather(all_reduce(tf.reduce_sum(output, 0)), [0, 0])
+        return output + 0.5 * next_row + 0.01 * tf.reduce_sum(total), batch[1]
+
+    hooks = small.hooks(loss_pre=loss_pre)
+    state = train(hooks, virtual_devices=3, **small.settings(6))
+    plain = Reference(hooks).train(small.create_dataset(small.BATCH).take(6))
+    compare.assert_close(state.train_model.weights, plain.parts.train_model.weights)
 
 
 def exchange_in_a_branch(output: Any, batch: Any) -> Any:

@@ -63,13 +63,21 @@ def exchange_rows(inputs: Any) -> Any:
     return total[:, None] / 20.0
 
 
+def find_next(output: Any) -> Any:
+    """Returns the output for the row after each row of this replica; its gradient is sparse."""
+    outputs = ctl_core.all_gather(output)
+    own = ctl_core.row_offset() + tf.range(tf.shape(output)[0])
+    return tf.gather(outputs, (own + 1) % tf.shape(outputs)[0])
+
+
 def loss_pre(output: Any, batch: Any) -> Any:
     """Returns outputs in the range of all outputs, which all outputs at its ends determine."""
     inputs, target = batch
     highest = ctl_core.all_reduce(tf.reduce_max(output, 0), "max")
     lowest = ctl_core.all_reduce(tf.reduce_min(output, 0), "min")
     fixed = tf.reduce_sum(exchange_numbers(inputs)) / 100.0 + exchange_rows(inputs)
-    return (output - lowest) / (highest - lowest + 1.0) + 0.1 * fixed * output, target
+    near = tf.reduce_sum(find_next(output), 1, keepdims=True)
+    return (output - lowest) / (highest - lowest + 1.0) + 0.1 * (fixed * output + near), target
 
 
 hooks = functools.partial(
