@@ -160,6 +160,7 @@ class _Builder:
             computed_in=precisions,
             trained=trained,
             left_out=traced.left_out,
+            untracked=traced.untracked,
             is_weighted=traced.is_weighted,
         )
 

@@ -29,6 +29,7 @@ from ctl_core.model.backward import (
     SpecialOps,
     add_backward_pass,
     find_special_ops,
+    list_differentiated,
     list_own_gradients,
     list_unjudged,
 )
@@ -67,6 +68,8 @@ class TracedForward(NamedTuple):
         variables: the variables to train by objective, including those of frozen layers
         weights: the trainable variables of the model
         left_out: the names of the trainable variables of the loss that belong to no objective
+        untracked: the names of the trainable tf.Variables of Keras layers that belong to no
+            objective, although the loss depends on them
         written: the variables that the forward pass or the backward pass writes
         drawing_layers: the kinds of layers that draw random numbers
         scalar_losses: the objectives whose loss is a single number per batch
@@ -79,6 +82,7 @@ class TracedForward(NamedTuple):
     variables: VariablesByObjective
     weights: list[Variable]
     left_out: list[str]
+    untracked: list[str]
     written: tuple[WrittenVariable, ...]
     drawing_layers: list[str]
     scalar_losses: frozenset[str]
@@ -134,6 +138,7 @@ class ScratchTracer:
             operations = list(compat.add_called_ops(graph.get_operations()))
             special = find_special_ops(operations)
             backward_ops = self._trace_backward(graph, special, objectives)
+            untracked = self._list_untracked(graph, forward, objectives)
         compare_forward(self.cluster, self.hooks, operations)
         refuse_scaled_losses(self.hooks, operations)
         if self.config.logical_replicas is not None:
@@ -145,6 +150,7 @@ class ScratchTracer:
             variables=variables,
             weights=weights,
             left_out=list_left_out(forward, variables, written),
+            untracked=untracked,
             written=written,
             drawing_layers=find_drawing_layers(recording.layers, self._find_drawn(graph)),
             scalar_losses=frozenset(name for name, objective in objectives if objective.is_scalar),
@@ -181,6 +187,38 @@ class ScratchTracer:
             return add_backward_pass(
                 graph, [objective for _, objective in objectives], self.strategy
             )
+
+    def _list_untracked(
+        self,
+        graph: compat.FunctionGraph,
+        forward: ForwardComponents,
+        objectives: list[tuple[str, ReplicaObjective]],
+    ) -> list[str]:
+        """Returns the names of trainable tf.Variables that are not trained because of Keras.
+
+        Keras does not track a plain ``tf.Variable`` that a layer, model or loss has as an
+        attribute, so ``trainable_variables`` does not contain it.
+
+        Args:
+            graph: the graph of the forward pass, the default graph
+            forward: the components of the forward pass
+            objectives: the objectives of all turns
+        """
+        recording = self.recording
+        known: list[Variable] = []
+        known += [variable for layer in recording.layers for variable in layer.variables]
+        known += [variable for _, each in objectives for variable in each.variables]
+        known += trainable_variables(forward.train_loss)
+        known += recording.find_written(graph, self.strategy)  # the forward pass changes them
+        ids = {id(unwrap(variable)) for variable in known}
+        others = [
+            variable
+            for variable in recording.variables.values()
+            if variable.trainable and id(variable) not in ids
+        ]
+        of_objectives = [objective for _, objective in objectives]
+        untracked = list_differentiated(graph, of_objectives, others, self.strategy)
+        return list(map(name_variable, untracked))
 
     def _refuse_exchanges(
         self, operations: list[tf.Operation], backward_ops: list[BackwardOp]

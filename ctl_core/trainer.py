@@ -298,9 +298,8 @@ class Trainer:
             weighting = describe_weighting(self.state)
             if weighting is not None:
                 self._console.say(weighting)
-            left_out = describe_left_out(self.state)
-            if left_out is not None:
-                self._console.warn(left_out)
+            for warning in describe_left_out(self.state):
+                self._console.warn(warning)
             shape = self.state.components.shape
             if shape.replicas > 1 and shape.logical_replicas is None:
                 # The checks before training do not find every loss of an example that depends on

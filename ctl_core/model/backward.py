@@ -20,6 +20,7 @@ from ctl_core.numerics.randomness import draws_random_numbers
 from ctl_core.numerics.variables import unwrap
 from ctl_core.run.console import warn
 from ctl_core.run.errors import StackFrame, format_error, read_calls
+from ctl_core.types import Variable
 
 # The beginnings of the types of ops that write variables.
 _WRITING = ("Assign", "ResourceApply", "ResourceScatter")
@@ -122,12 +123,7 @@ def add_backward_pass(
     """
     first = len(graph.get_operations())
     for objective in objectives:
-        handles = {
-            id(component.handle)
-            for variable in objective.variables
-            for component in strategy.experimental_local_results(unwrap(variable))
-        }
-        captured = [inner for outer, inner in graph.captures if id(outer) in handles]
+        captured = _find_captures(graph, objective.variables, strategy)
         try:
             tf.gradients(objective.value, captured)
         except Exception as error:  # the step probably fails, too, and its message names the hook
@@ -138,6 +134,45 @@ def add_backward_pass(
         for op in graph.get_operations()[first:]
         for called_op in compat.add_called_ops([op])
     ]
+
+
+def list_differentiated(
+    graph: compat.FunctionGraph,
+    objectives: Iterable[ReplicaObjective],
+    variables: Iterable[tf.Variable],
+    strategy: tf.distribute.Strategy,
+) -> list[tf.Variable]:
+    """Returns those of the variables with respect to which an objective has a gradient.
+
+    Args:
+        graph: the graph of the forward pass, the default graph, to which ops are added
+        objectives: the objectives
+        variables: the variables to try
+        strategy: the strategy whose replicas train
+    """
+    values = [objective.value for objective in objectives]
+    differentiated = []
+    for variable in variables:
+        captured = _find_captures(graph, [variable], strategy)
+        try:
+            gradients = tf.gradients(values, captured)
+        except Exception:  # the step fails, too, and its message names the hook
+            gradients = []
+        if any(gradient is not None for gradient in gradients):
+            differentiated.append(variable)
+    return differentiated
+
+
+def _find_captures(
+    graph: compat.FunctionGraph, variables: Iterable[Variable], strategy: tf.distribute.Strategy
+) -> list[tf.Tensor]:
+    """Returns the handles of variables in a graph; none for variables that the graph ignores."""
+    handles = {
+        id(component.handle)
+        for variable in variables
+        for component in strategy.experimental_local_results(unwrap(variable))
+    }
+    return [inner for outer, inner in graph.captures if id(outer) in handles]
 
 
 def _join_tracebacks(forward_op: tf.Operation | None, op: tf.Operation) -> list[StackFrame]:

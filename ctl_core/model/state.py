@@ -224,6 +224,8 @@ class State:
         computed_in: the dtypes out of float16 and bfloat16 in which layers compute
         trained: the variables that the first step trains
         left_out: the names of the trainable variables of the loss that ``grad_pre`` does not return
+        untracked: the names of the trainable tf.Variables of Keras layers that ``grad_pre`` does
+            not return, although the loss depends on them
         is_weighted: whether ``grad_pre`` multiplies the loss by the sample weights of the batch
         compilation: the decision whether steps are compiled, which is made before the first step
         progress: the progress of the run
@@ -247,6 +249,7 @@ class State:
     computed_in: list[str]
     trained: list[Variable]
     left_out: list[str]
+    untracked: list[str]
     is_weighted: bool
     compilation: CompilationChoice = NOT_CHOSEN
     progress: Progress = dataclasses.field(default_factory=Progress)

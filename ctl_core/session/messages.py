@@ -134,18 +134,30 @@ def describe_weighting(state: State) -> str | None:
     )
 
 
-def describe_left_out(state: State) -> str | None:
-    """Returns a warning about variables of the loss that are not trained; None without any."""
-    names = state.left_out
-    if not names:
-        return None
+def describe_left_out(state: State) -> list[str]:
+    """Returns warnings about trainable variables that are not trained."""
+    warnings = []
+    if state.left_out:
+        warnings.append(
+            f"{state.hooks.create_loss}: grad_pre does not train the loss's variables "
+            f"{_list_some(state.left_out)}; return ctl_core.trainable_variables(train_loss) from "
+            "it, too, or set trainable = False."
+        )
+    if state.untracked:
+        warnings.append(
+            f"{state.hooks.grad_pre}: does not train {_list_some(state.untracked)}, because Keras "
+            "does not track a plain tf.Variable of a layer, model or loss; create it with "
+            "add_weight, return it from grad_pre, or create it with trainable=False."
+        )
+    return warnings
+
+
+def _list_some(names: list[str]) -> str:
+    """Returns the first three names, and the number of the others."""
     shown = ", ".join(names[:3])
     if len(names) > 3:
         shown += f" and {len(names) - 3} others"
-    return (
-        f"{state.hooks.create_loss}: grad_pre does not train the loss's variables {shown}; return "
-        "ctl_core.trainable_variables(train_loss) from it, too, or set trainable = False."
-    )
+    return shown
 
 
 def describe_end(state: State, start: int, saved_step: int) -> list[str]:

@@ -100,3 +100,47 @@ def test_variables_of_a_loss_that_grad_pre_leaves_out_are_named(
         assert "create_loss" in warning
         assert "grad_pre" in warning
         assert "trainable = False" in warning
+
+
+class Scaled(keras.Model):
+    """Keeps plain variables, as inverse problems do for the unknown numbers of an equation.
+
+    Keras 2 tracked them; see https://github.com/maziarraissi/PINNs/issues/48.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small.create_model()
+        self.scale = tf.Variable([1.5], name="scale")
+        self.fixed = tf.Variable([0.5], trainable=False, name="fixed")
+        self.calls = tf.Variable([0.0], name="calls")
+
+    def call(self, inputs: Any) -> Any:
+        self.calls.assign_add([1.0])
+        return self.scale * self.net(inputs) + self.fixed + 0.0 * tf.stop_gradient(self.calls)
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_plain_variables_of_a_keras_model_are_trained_or_named(
+    train_small: engine.Train, capsys: pytest.CaptureFixture[str], is_returned: bool
+) -> None:
+    hooks = small.hooks(create_model=Scaled)
+    if is_returned:
+        hooks.grad_pre = lambda loss, train_model: (loss, 0.0, list_variables(train_model))
+
+    def list_variables(model: Any) -> list[Any]:
+        return [*model.net.weights, model.scale]
+
+    state = train_small(hooks)
+    model = Scaled()
+    variables = list_variables(model)[: 4 + is_returned]
+    for inputs, target in small.create_dataset(small.BATCH).take(6):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(small.squared_error((model(inputs), target)))
+        gradients = tape.gradient(loss, variables)
+        small.create_opt(small.RATE).apply(gradients, variables)
+    compare.assert_close(list_variables(state.train_model), list_variables(model))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(warnings) == (not is_returned)
+    for warning in warnings:
+        assert "grad_pre (the engine's default): does not train scale, because Keras" in warning
