@@ -26,6 +26,7 @@ from ctl_core.model.metrics import read_results
 from ctl_core.model.state import State
 from ctl_core.numerics.randomness import is_noise_of_replica
 from ctl_core.numerics.variables import cast_to_float32, is_summed, name_variable, walk
+from ctl_core.run.errors import CtlError
 from ctl_core.types import Model, ModelOutput
 
 FETCHES = frozenset({"loss", "weight", "gradients", "update_gradients", "output", "variables"})
@@ -106,7 +107,7 @@ class Observations(NamedTuple):
 
     Attributes:
         training: the values after each step: one step without noise, then two steps with noise; two
-            steps without noise if the run has no noise
+            steps without noise if the run has no noise; two steps with noise if it has no others
         evaluation: the results of an evaluation
     """
 
@@ -121,6 +122,7 @@ class NoisySteps(enum.Enum):
     COMPARED = enum.auto()
     SAME_GRAPH = enum.auto()  # noise makes no difference, because nothing depends on ``training``
     NOT_COMPARED = enum.auto()  # each replica has its own noise, so no values can be compared
+    ONLY = enum.auto()  # the hooks cannot process a training batch with ``training=False``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,9 +207,10 @@ class Observer:
         begin_reading(self._state.data, compilation)
         quiet = StepFunctions(self._state, writer, compilation, quiet=True)
         if self.noisy_steps is NoisySteps.UNKNOWN:
-            self.noisy_steps = NoisySteps.COMPARED
-            if has_same_graph(quiet, noisy):
-                self.noisy_steps = NoisySteps.SAME_GRAPH
+            self.noisy_steps = choose_noisy_steps(quiet, noisy)
+        if self.noisy_steps is NoisySteps.ONLY:
+            training = self._take_steps(noisy, 2, is_quiet=False)
+            return Observations(training, read_evaluation(self._state))
         quiet_steps = 1
         if self.noisy_steps is NoisySteps.SAME_GRAPH:
             quiet_steps = 2
@@ -233,6 +236,25 @@ class Observer:
                 observed.append(values)
         self.graph = functions.trace(FETCHES).graph
         return observed
+
+
+def choose_noisy_steps(quiet: StepFunctions, noisy: StepFunctions) -> NoisySteps:
+    """Returns how steps with noise are compared at first.
+
+    If a training batch has another structure than a batch of an evaluation, hooks and models may
+    use ``training`` to tell them apart. They then fail in a step without noise.
+
+    Raises:
+        CtlError: a step with noise fails, too.
+    """
+    try:
+        quiet.trace(FETCHES)
+    except CtlError:
+        noisy.trace(FETCHES)
+        return NoisySteps.ONLY
+    if has_same_graph(quiet, noisy):
+        return NoisySteps.SAME_GRAPH
+    return NoisySteps.COMPARED
 
 
 def has_same_graph(quiet: StepFunctions, noisy: StepFunctions) -> bool:

@@ -90,6 +90,10 @@ def check_losses(state: State, console: Console) -> None:
     no hook ``batch_weight``. Otherwise, it traces small graphs and calls ``create_dataset`` once
     more. If a batch cannot be computed, nothing is checked. The state of the run does not change.
 
+    Noise would change the ratios, so the batches are tried without it. Only if that fails, because
+    the hooks use ``training`` to tell batches of different structures apart, they are tried with
+    noise.
+
     Raises:
         SetupError: a loss is a mean, or a weight is not a sum.
     """
@@ -97,10 +101,8 @@ def check_losses(state: State, console: Console) -> None:
     has_weight = state.hooks.batch_weight is not None
     if not components.shape.by_rows or not (components.scalar_losses or has_weight):
         return
-    try:
-        with keep_seeds():
-            ratios = _try_batches(state)
-    except Exception:  # hooks may fail on half a batch; training reports any real problem
+    ratios = _try_ratios(state, quiet=True) or _try_ratios(state, quiet=False)
+    if ratios is None:
         return
     if state.hooks.batch_weight is not None:
         for ratio in ratios.weights:
@@ -152,10 +154,24 @@ def _explain_scale(state: State) -> str:
     )
 
 
-def _try_batches(state: State) -> Ratios:
-    """Compares some batches with their parts; restores the variables afterwards."""
+def _try_ratios(state: State, quiet: bool) -> Ratios | None:
+    """Returns the ratios, see ``_try_batches``; None if a batch cannot be computed."""
+    try:
+        with keep_seeds():
+            return _try_batches(state, quiet)
+    except Exception:  # hooks may fail on half a batch; training reports any real problem
+        return None
+
+
+def _try_batches(state: State, quiet: bool) -> Ratios:
+    """Compares some batches with their parts; restores the variables afterwards.
+
+    Args:
+        state: the state of the run
+        quiet: whether the model runs without noise
+    """
     generator = get_seed_generator()
-    context = TraceContext(state.components, quiet=True)
+    context = TraceContext(state.components, quiet=quiet)
     strategy = state.strategy
 
     @tf.function(autograph=False)

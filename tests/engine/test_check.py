@@ -77,6 +77,41 @@ class Summed(keras.layers.Layer):
         return inputs
 
 
+def create_domains(global_batch_size: int) -> tf.data.Dataset:
+    """Returns batches that are structured differently from the batches of the evaluation."""
+    examples = sliced(regression_data())(global_batch_size)
+    return examples.map(lambda x, y: {"source": x, "label": y, "target": x + 1.0})
+
+
+class DomainModel(keras.Model):
+    """Takes inputs of two domains in training, as in domain adaptation, and of one otherwise."""
+
+    def __init__(self, interacts: bool = False) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(1)
+        self.interacts = interacts
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return self.out(inputs)
+        source, target = inputs
+        if self.interacts:
+            target -= tf.reduce_mean(target, axis=0)
+        return self.out(source), self.out(target)
+
+
+DOMAINS = {
+    "create_dataset": create_domains,
+    "create_model": DomainModel,
+    "input_pre": lambda batch, training: (
+        (batch["source"], batch["target"]) if training else batch[0]
+    ),
+    "loss_pre": lambda output, batch, training: (
+        (output[0] + 0.1 * output[1], batch["label"]) if training else (output, batch[1])
+    ),
+}
+
+
 class Shifted(keras.Model):
     """Lets a row's output depend on the other rows of the replica's share, in training only.
 
@@ -128,6 +163,10 @@ WRONG: dict[str, dict[str, Any]] = {
         )
     },
     r"check: create_model .*: the output 0 differs": {"create_model": lambda: Shifted()},
+    r"check: create_model .*: the output 1 differs": {
+        **DOMAINS,
+        "create_model": lambda: DomainModel(interacts=True),
+    },
     # The NumPy function draws new numbers each time that the hook is traced.
     r"input_pre \(test_check.py:\d+\): draws random": {"input_pre": draw},
 }
@@ -431,6 +470,7 @@ RIGHT: dict[str, dict[str, Any]] = {
         "loss_pre": lambda output, batch: (output["scores"], batch[1]),
         "create_eval_dataset": None,
     },
+    "training batches of another structure": DOMAINS,
     "a mean in add_loss": {
         "create_model": lambda: small.model_with(keras.layers.ActivityRegularization(l2=0.1))
     },
