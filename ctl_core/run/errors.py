@@ -40,6 +40,7 @@ _APPENDED = (
     " Hint: If you want to see",
     "You can attempt the following resolutions",
     "\n\nStack trace for op definition: ",
+    "\nThe op is created at:",
     " Label values: ",
 )
 # Remedies for mistakes in graph hooks, by a pattern that matches the message of Python or
