@@ -427,7 +427,7 @@ def test_a_step_that_fails_to_compile_names_the_setting(train: Train) -> None:
         segments = tf.range(tf.shape(loss)[0])
         return tf.math.segment_sum(loss, segments), 0.0, train_model.trainable_variables
 
-    message = r"^grad_pre \(test_comp.*py:\d+\): .*/SegmentSum, after step 0; .* --no-jit-compile"
+    message = r"^grad_pre \(test_comp.*py:\d+\): .*SegmentSum, after step 0; .* --no-jit-compile"
     with pytest.raises(RunError, match=message):
         train(make_hooks(grad_pre=sum_segments), steps=1, jit_compile=True)
 
