@@ -241,7 +241,8 @@ def test_values_that_every_replica_has_alike_do_not_differ(check: Check, capsys:
 
 # Programs that are not checked. They resemble other programs and would double the time of the test.
 ALIKE = """
-    diffusion embedding experts fine_tuning gradient_surgery l2 lora multi_task transformer
+    diffusion embedding experts fine_tuning gradient_surgery l2 lora multi_task neural_ode
+    transformer
 """
 
 

@@ -292,9 +292,10 @@ NEEDS_ALL = "needs all replicas at the same time, but a device computes logical 
 REFUSED = {
     "batch_norm": r"create_model \(basics.py:30\): BatchNormalization .* is synchronized, which",
     "codebook": rf"create_model \(codebook.py:30\): all_reduce {NEEDS_ALL}",
-    "exchanges": rf"loss_pre \(exchanges.py:69\): all_reduce {NEEDS_ALL}",
+    "exchanges": rf"loss_pre \(exchanges.py:76\): all_reduce {NEEDS_ALL}",
     "experts": rf"create_model \(experts.py:44\): all_reduce {NEEDS_ALL}",
     "simclr": rf"loss_pre \(simclr.py:45\): all_gather {NEEDS_ALL}",
+    "survival": rf"loss_pre \(survival.py:43\): all_gather {NEEDS_ALL}",
 }
 
 
