@@ -209,7 +209,7 @@ class Config:
         "processes; slower",
     )
     intra_op_threads: Number | None = declare(
-        None, "threads per op; null: all cores, or TensorFlow's choice"
+        None, "threads per op; null: all cores, or TensorFlow's choice", lt=2**13
     )
     last_batch: Literal["drop", "keep"] = declare(
         "drop", "drop or keep the smaller batch at the end of a pass"
@@ -276,7 +276,9 @@ class Config:
         "loss:3",
     )
     strategy: _Strategy = declare("auto", "auto: the cluster of TF_CONFIG, else all GPUs")
-    virtual_devices: Number = declare(1, "split the CPU into N devices, to try multi-GPU code")
+    virtual_devices: Number = declare(
+        1, "split the CPU into N devices, to try multi-GPU code", lt=2**10
+    )
     workers: Number = declare(1, "train in N processes on this machine", lt=2**10)
     max_restarts: Count = declare(3, "maximum number of restarts after a worker crashes")
     stall_seconds: Count = declare(

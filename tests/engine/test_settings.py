@@ -140,6 +140,8 @@ def test_a_number_outside_of_its_limits_is_refused_with_the_limit() -> None:
         "--keep=1": "keep: expected a number of at least 2, got '1'.",
         "--ema=1": "ema: expected a number below 1.0, got '1'.",
         "--workers=1024": "workers: expected a number below 1024, got '1024'.",
+        "--virtual-devices=1024": "virtual_devices: expected a number below 1024, got '1024'.",
+        "--intra-op-threads=8192": "intra_op_threads: expected a number below 8192, got '8192'.",
         "--seed=-1": "seed: expected a number of at least 0, got '-1'.",
         "--learning-rate=0": "learning_rate: expected a number above 0.0, got '0'.",
     }.items():
