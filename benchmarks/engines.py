@@ -29,6 +29,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 ROOT = Path(__file__).resolve().parents[1]
 WARM = 1
 MOST = 1.03
+EVALUATION = "noisy cnn, an evaluation on 2 devices"
 # Name, number of devices, workload, number of steps between two reads of the loss, settings.
 ROWS: list[tuple[str, int, str, int, dict[str, Any]]] = [
     *((f"{work}, loss every {every}", 1, work, every, {}) for work, every in
@@ -39,6 +40,12 @@ ROWS: list[tuple[str, int, str, int, dict[str, Any]]] = [
     *((f"{work}, {devices} devices", devices, work, 50, {}) for devices in (2, 4)
       for work in ("mlp", "cnn")),
     ("cnn, a checkpoint every 100 steps", 1, "cnn", 50, {"ckpt_every": 100}),
+    ("noisy cnn", 1, "noisy", 50, {}),
+    *((f"noisy cnn, {devices} devices", devices, "noisy", 50, {}) for devices in (2, 4)),
+    ("noisy cnn, 4 micro-batches", 1, "noisy", 50, {"accumulate_steps": 4}),
+    ("noisy cnn, 4 logical replicas", 1, "noisy", 50, {"logical_replicas": 4}),
+    ("noisy cnn, 4 logical replicas on 4 devices", 4, "noisy", 50, {"logical_replicas": 4}),
+    (EVALUATION, 2, "noisy", 0, {}),
 ]  # fmt: skip
 
 
@@ -101,21 +108,26 @@ def serve(folder: Path, row: int) -> None:
     Trains up to step 50, then one segment for each line that it reads from its standard input.
     """
     sys.path.insert(0, str(folder))
+    import numpy as np
+
     import ctl_core
     from benchmarks.pace import Pace, settle
-    from benchmarks.peers import engine
+    from benchmarks.peers import EVALUATED, engine, evaluate
     from benchmarks.workloads import WORKLOADS
 
     assert Path(ctl_core.__file__).resolve().is_relative_to(folder.resolve()), ctl_core.__file__
-    _, devices, name, every, others = ROWS[row]
+    title, devices, name, every, others = ROWS[row]
     replicas: Any = SimpleNamespace(num_replicas_in_sync=devices)
     work = WORKLOADS[name]().on(devices)
     segment = work.segment_of(bool(others.get("jit_compile")))
     others = {"train": ctl_core.train, **others}
     pace = Pace(lambda pace: engine(work, replicas, every, pace, **others), segment)
+    if title == EVALUATION:
+        segment = EVALUATED
+        pace = Pace(lambda pace: evaluate(work, pace, virtual_devices=devices), segment)
     pace.advance()
     weights = pace.weights() if pace.weights else []
-    print("engine", json.dumps([float(abs(weight).sum()) for weight in weights]), flush=True)
+    print("engine", json.dumps([float(np.abs(weight).sum()) for weight in weights]), flush=True)
     for _ in sys.stdin:
         settle()
         print("engine", json.dumps(pace.advance() / segment), flush=True)

@@ -23,6 +23,8 @@ from benchmarks.pace import CHECKED, Over, Pace
 from benchmarks.report import COMPILED, FIT, FLOOR, INPUT, MANY, TEXTBOOK, UNCOMPILED
 from benchmarks.workloads import LEARNING_RATE, Workload, losses
 
+EVALUATED = 300  # batches, about 10,000 examples
+
 Peer = Callable[[Workload, tf.distribute.Strategy, int, Pace], None]
 
 
@@ -103,6 +105,27 @@ def compiled(work: Workload, steps_per_call: int, **others: Any) -> keras.Model:
         **others,
     )
     return model
+
+
+def evaluate(work: Workload, pace: Pace, **others: Any) -> None:
+    """Evaluates with this engine, again and again; each evaluation is a segment."""
+    hooks = callbacks(
+        work,
+        create_eval_dataset=lambda per_replica_batch_size: evaluated(work, per_replica_batch_size),
+        create_metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        state = ctl_core.train(hooks, settings(work, folder, steps=0, **others))
+    assert state.evaluation is not None
+    while True:
+        values = state.evaluation.evaluate() or {}
+        pace.weights = lambda values=values: list(values.values())
+        pace.stop()
+
+
+def evaluated(work: Workload, batch_size: int) -> tf.data.Dataset:
+    """Returns the data of an evaluation."""
+    return work.dataset(batch_size).repeat().take(EVALUATED)
 
 
 def fit(

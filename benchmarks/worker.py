@@ -28,7 +28,16 @@ import tensorflow as tf
 
 import ctl_core
 from benchmarks.pace import Pace, timed
-from benchmarks.peers import PEERS, callbacks, compiled, engine, settings
+from benchmarks.peers import (
+    EVALUATED,
+    PEERS,
+    callbacks,
+    compiled,
+    engine,
+    evaluate,
+    evaluated,
+    settings,
+)
 from benchmarks.report import (
     COMPILED,
     EVALUATE,
@@ -49,7 +58,6 @@ from benchmarks.workloads import WORKLOADS, Workload
 from ctl_core.cluster.strategy import prepare
 from ctl_core.cluster.task import count_cores
 
-EVALUATED = 300  # batches, about 10,000 examples
 # The workloads that are also measured compiled. On a CPU, XLA's convolutions are slow, and so is
 # compiling them. On a GPU, Keras' LSTM uses cuDNN, which XLA cannot compile.
 JITTED = {"cpu": "mlp lstm transformer embedding", "gpu": "mlp cnn transformer embedding"}
@@ -161,7 +169,7 @@ def evaluation(rounds: int, *workloads: Workload) -> Iterator[Timing]:
     """Times evaluations of the same weights on the same data; a step is a batch."""
     for work in workloads:
         loops: dict[str, Callable[[Pace], None]] = {
-            "engine": functools.partial(_evaluate, work),
+            "engine": functools.partial(evaluate, work),
             EVALUATE: functools.partial(_evaluate_by_keras, work, 1),
             EVALUATE_MANY: functools.partial(_evaluate_by_keras, work, 50),
         }
@@ -170,28 +178,9 @@ def evaluation(rounds: int, *workloads: Workload) -> Iterator[Timing]:
         yield from _rounds(Title(title, 1, 0), paces, rounds, work.tolerance)
 
 
-def _evaluated(work: Workload, batch_size: int) -> tf.data.Dataset:
-    return work.dataset(batch_size).repeat().take(EVALUATED)
-
-
-def _evaluate(work: Workload, pace: Pace) -> None:
-    hooks = callbacks(
-        work,
-        create_eval_dataset=lambda per_replica_batch_size: _evaluated(work, per_replica_batch_size),
-        create_metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        state = ctl_core.train(hooks, settings(work, folder, steps=0))
-    assert state.evaluation is not None
-    while True:
-        values = state.evaluation.evaluate() or {}
-        pace.weights = lambda values=values: list(values.values())
-        pace.stop()
-
-
 def _evaluate_by_keras(work: Workload, steps_per_call: int, pace: Pace) -> None:
     model = compiled(work, steps_per_call, metrics=[keras.metrics.SparseCategoricalAccuracy()])
-    batches = _evaluated(work, work.batch_size).prefetch(tf.data.AUTOTUNE)
+    batches = evaluated(work, work.batch_size).prefetch(tf.data.AUTOTUNE)
     while True:
         values = model.evaluate(batches, verbose=0)
         pace.weights = lambda values=values: list(values)

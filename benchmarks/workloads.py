@@ -142,6 +142,28 @@ def cnn() -> Workload:
     return Workload("cnn", 16, 100, sliced(normal(320, 28, 28, 1), 10), create_model, nadam)
 
 
+def noisy() -> Workload:
+    """Creates a CNN with batch normalization and Dropout, whose shares are normalized apart."""
+    layer = keras.layers
+
+    def create_model() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        return keras.Sequential(
+            [
+                keras.Input((28, 28, 1)),
+                layer.Conv2D(16, 3, use_bias=False),
+                layer.BatchNormalization(momentum=0.9),
+                layer.ReLU(),
+                layer.MaxPooling2D(),
+                layer.Flatten(),
+                layer.Dropout(0.3),
+                layer.Dense(10),
+            ]
+        )
+
+    return Workload("noisy", 16, 100, sliced(normal(320, 28, 28, 1), 10), create_model, nadam)
+
+
 def embedding() -> Workload:
     """Creates a model with sparse gradients, and an optimizer that updates only their rows.
 
@@ -233,6 +255,7 @@ def images() -> Workload:
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "mlp": mlp,
     "cnn": cnn,
+    "noisy": noisy,
     "embedding": embedding,
     "lstm": lstm,
     "transformer": transformer,
