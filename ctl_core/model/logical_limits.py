@@ -11,10 +11,10 @@ import tensorflow as tf
 from ctl_core.cluster.replica_contexts import NO_EXCHANGE
 from ctl_core.compat import add_called_ops
 from ctl_core.hooks.hooks import Hook, Hooks
-from ctl_core.model.loss_calls import refuse_calls_of_collectives
+from ctl_core.model.loss_calls import locate_op, refuse_calls_of_collectives
 from ctl_core.numerics.randomness import find_random_ops
 from ctl_core.numerics.reduction import PIECES
-from ctl_core.run.errors import SetupError, read_frames
+from ctl_core.run.errors import SetupError
 
 _CURE = "leave out logical_replicas"
 
@@ -99,10 +99,8 @@ def refuse_ops(hooks: Hooks, graph: tf.Graph) -> None:
     random_types = find_random_ops(graph)
     for op in operations:
         if op.type in random_types:
-            frames = read_frames(op)
-            where = hooks.find_owner(frames) or hooks.create_model.locate(frames)
             raise SetupError(
-                f"{where}: draws random numbers with {op.type}, whose state no logical replica "
-                "can set; use a keras.random.SeedGenerator or tf.random.stateless_*, or "
-                f"{_CURE}."
+                f"{locate_op(hooks, op)}: draws random numbers with {op.type}, whose state no "
+                "logical replica can set; use a keras.random.SeedGenerator or "
+                f"tf.random.stateless_*, or {_CURE}."
             )

@@ -119,6 +119,8 @@ def _draws(node: Any) -> bool:
     """Returns whether a NodeDef is an op that draws random numbers from its own state."""
     if "seed" not in node.attr or node.attr["deterministic"].b:
         return False
+    if node.op == "ComputeAccidentalHits":  # looks up the negatives that a loss has drawn
+        return False
     # The cuDNN ops of recurrent layers always have a seed, but draw random numbers only for
     # dropout.
     return "dropout" not in node.attr or node.attr["dropout"].f != 0.0

@@ -120,6 +120,13 @@ class Shifted(keras.layers.Layer):
         return inputs + tf.random.uniform([])  # here
 def create_model():
     return small.model_with(Shifted())
+== a loss draws negatives -> create_loss | LogUniformCandidateSampler | SeedGenerator
+def create_loss():
+    def loss(pair):
+        classes = tf.zeros(tf.shape(pair[1]), tf.int64)
+        weights = tf.ones([30, 1])
+        return tf.nn.sampled_softmax_loss(weights, weights[:, 0], classes, pair[0], 5, 30)  # here
+    return loss
 == update_pre does -> update_pre | RandomStandardNormal | SeedGenerator
 def update_pre(gradients):
     return [g + tf.random.normal([]) for g in gradients], gradients  # here
