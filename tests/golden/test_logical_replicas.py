@@ -343,7 +343,7 @@ def test_generators_and_written_variables_do_not_depend_on_devices(tmp_path: Pat
 @pytest.mark.slow
 def test_runs_that_start_from_another_run_do_not_depend_on_devices(tmp_path: Path) -> None:
     """The source run has a different number of logical replicas."""
-    source, _ = train_on_one_and_three(tmp_path / "source", {}, logical_replicas=4)
+    source = train(make_small_hooks(), tmp_path, "source", logical_replicas=4, steps=4)
     for setting in ("fork", "init_from"):
         one, three = train_on_one_and_three(
             tmp_path / setting, {}, steps=6, **{setting: str(source.run_dir)}
