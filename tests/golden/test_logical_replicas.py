@@ -304,18 +304,18 @@ REFUSED = {
 def test_programs_have_the_weights_of_their_plain_loops_and_the_same_bits(
     name: str, tmp_path: Path
 ) -> None:
-    """Each program has the same bits on one device and on three, or is refused on both."""
+    """Each program has the same bits on one device and on two, or is refused on both."""
     program = load_program(name)
     # with 4 logical replicas, each share has two examples
     leaves = 4 if name == "two_by_two" else 5
     settings = {**SETTINGS, **program.settings, "logical_replicas": leaves, "seed": 0}
     if name in REFUSED:
-        for devices in (1, 3):
+        for devices in (1, 2):
             with pytest.raises(ctl_core.SetupError, match=REFUSED[name]):
                 train(program.hooks(), tmp_path, "run", virtual_devices=devices, **settings)
         return
     expected = train(program.hooks(), tmp_path, "one", **settings)
-    state = train(program.hooks(), tmp_path, "three", virtual_devices=3, **settings)
+    state = train(program.hooks(), tmp_path, "two", virtual_devices=2, **settings)
     assert_equal(state, expected, more_than=3)
     program.assert_plain(program.weights(state), state.metrics)
 

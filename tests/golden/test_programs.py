@@ -10,6 +10,11 @@ import pytest
 from tests.golden import compare, engine, small
 from tests.golden.catalogue import KILLED, LAST_SAVED, NAMES, SETTINGS, load_program
 
+# These programs have every kind of state that the others have: slots of several optimizers, a loss
+# scale, a codebook, moving statistics, random numbers, all dtypes, variables that hooks change.
+RESUMED = ("agent", "batch_norm", "codebook", "diffusion", "domains", "embedding",
+           "every_dtype", "groups", "mixed_precision", "multi_task", "simclr", "transformer",
+           "wgan_gp")  # fmt: skip
 # One program of each kind. Together they take seconds, and all others several times as long.
 QUICK = ("batch_norm", "embedding", "multi_task", "ragged")
 
@@ -50,8 +55,8 @@ def test_programs_have_the_weights_of_their_plain_loops_and_resume_bit_for_bit(
 ) -> None:
     """On three devices, in two micro-batches where the program allows this.
 
-    The shares of 8 examples have different sizes. A run that was killed saves the same bits as the
-    uninterrupted one.
+    The shares of 8 examples have different sizes. If a run of ``RESUMED`` is killed, it saves the
+    same bits as the uninterrupted one.
     """
     program, first = load_program(name), list[np.ndarray]()
     settings = SETTINGS | {"virtual_devices": 3, "ckpt_every": LAST_SAVED} | program.settings
@@ -70,6 +75,8 @@ def test_programs_have_the_weights_of_their_plain_loops_and_resume_bit_for_bit(
     whole = train(hooks, **settings, run_name="whole")
     program.assert_plain(program.weights(whole), whole.metrics)
     program.assert_moved(first)
+    if name not in RESUMED:
+        return
     resumed = train(program.hooks(), **settings, run_name="killed")
     assert f"resuming at step {LAST_SAVED}" in (runs / "killed/train.log").read_text()
     compare.assert_same(program.weights(resumed), program.weights(whole))
