@@ -137,9 +137,9 @@ def _print_hooks(name: str | None, is_stub: bool) -> None:
 
 def _describe_failure(error: BaseException) -> tuple[int, str]:
     """Returns the exit code and the one-line message of a failure."""
-    error = signals.find_end(error)
     if isinstance(error, CtlError):
         return error.exit_code, str(error)
+    error = signals.find_end(error)
     if isinstance(error, signals.Terminated):
         return signals.TERMINATED, signals.describe_end(str(error))
     if isinstance(error, KeyboardInterrupt):

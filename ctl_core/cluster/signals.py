@@ -68,6 +68,7 @@ def end_on_signals() -> None:
     """
     global _process
     _process = os.getpid()
+    _raised.clear()
     for number in _ENDING:
         if signal.getsignal(number) in (signal.SIG_DFL, _end_quietly):
             signal.signal(number, _terminate)
