@@ -91,3 +91,10 @@ def test_continuous_integration_runs_each_test_once() -> None:
         marks = {"slow": slow, "cluster": cluster}
         runs = [name for name in targets if name in chosen and eval(chosen[name], {}, marks)]
         assert len(runs) == 1, (marks, runs)
+
+
+def test_readme_names_tests_that_exist() -> None:
+    rows = re.findall(r"^\| `([\w/]+\.py)::(\w+)` \|", (ROOT / "tests/README.md").read_text(), re.M)
+    assert len(rows) > 30
+    for file, name in rows:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)

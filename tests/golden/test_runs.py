@@ -22,7 +22,6 @@ import pytest
 import yaml
 
 import ctl_core
-from ctl_core.run.hash_seed import is_run_by_python
 from tests.golden import compare, engine, small
 from tests.golden.engine import Command
 
@@ -260,25 +259,6 @@ def test_sets_have_one_order_in_all_processes_of_the_command_line(project: Path)
     words = engine.command_line("train", *FLAGS, "--steps=1")
     done = subprocess.run(words, cwd=project, env=environ, capture_output=True, text=True)
     assert done.stderr == f"error: callbacks.py:1: ValueError: {expected.stdout.strip()}\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "is_python"),
-    [
-        ("python -m ctl_core train -m x", True),
-        ("python -X dev -W ignore -u -m ctl_core train", True),
-        ("python -m cProfile -o out -m ctl_core train", False),
-        ("python /bin/memray run -m ctl_core train", False),
-        ("python /x/debugpy --connect 127.0.0.1:1 -m ctl_core train", False),
-        ("python -c pass -m ctl_core", False),
-    ],
-)
-def test_a_debugger_or_profiler_is_not_started_again(words: str, is_python: bool) -> None:
-    """A debugger loses its connection when its process starts a program with ``execv``.
-
-    https://github.com/microsoft/vscode/issues/171238
-    """
-    assert is_run_by_python(words.split()) is is_python
 
 
 def test_files_of_the_project_do_not_hide_modules_of_python(tmp_path: Path) -> None:
