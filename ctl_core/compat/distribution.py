@@ -239,6 +239,8 @@ def read_published(key: str, seconds: float) -> str | None:
         text: str = context.context().get_config_key_value(key, int(1000 * seconds))
     except tf.errors.DeadlineExceededError:
         return None
+    except tf.errors.FailedPreconditionError:  # this process is alone, and has joined no service
+        return None
     return text
 
 

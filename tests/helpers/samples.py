@@ -26,9 +26,13 @@ def find_stale_lines(sample: str, output: str) -> list[str]:
 
 
 def hide_values(line: str) -> str:
-    """Replaces numbers and names of runs in a line, and joins its words with single spaces."""
+    """Replaces numbers and names of runs in a line, and joins its words with single spaces.
+
+    Arrays have a space before a number that is not negative, so a space before a number is no
+    difference.
+    """
     line = re.sub(r"\S*\bruns(/\w+)?", "RUN", line)
-    return " ".join(re.sub(NUMBER, "NUMBER", line).split())
+    return " ".join(re.sub(rf"\s*{NUMBER}", " NUMBER", line).split())
 
 
 def make_pattern(line: str) -> re.Pattern[str]:

@@ -304,7 +304,7 @@ def test_run_that_cannot_start_in_the_background_says_so(
     )
     failed = train("--run-name", "b", "--hparams.width", "-1", CTL_STEPS="2")
     assert failed.returncode == 2
-    assert not failed.stdout
+    assert failed.stdout == "settings from the environment: CTL_STEPS\n"
     assert failed.stderr.startswith("error: create_model (callbacks.py:")
     named = {"CTL_RUN_NAME": "c", "CTL_RUNS_DIR": "others"}
     assert train("--steps", "2", "--note", "as with --run-name x", **named).returncode == 0
