@@ -312,7 +312,10 @@ def test_run_that_cannot_start_in_the_background_says_so(
     wait_until(lambda: not (folder / "pid").exists(), explain=(folder / "train.log").read_text)
     done = train(**named)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "others/c: there was nothing left to train; see others/c/train.log\n"
+    assert done.stdout.splitlines() == [
+        "settings from the environment: CTL_RUNS_DIR, CTL_RUN_NAME",
+        "others/c: there was nothing left to train; see others/c/train.log",
+    ]
 
 
 @pytest.mark.slow
