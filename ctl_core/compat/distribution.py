@@ -239,8 +239,6 @@ def read_published(key: str, seconds: float) -> str | None:
         text: str = context.context().get_config_key_value(key, int(1000 * seconds))
     except tf.errors.DeadlineExceededError:
         return None
-    except tf.errors.FailedPreconditionError:  # this process is alone, and has joined no service
-        return None
     return text
 
 
@@ -256,7 +254,10 @@ def read_preemption(seconds: float) -> bool:
     Returns:
         True if a process of the cluster has received SIGTERM while the handler was installed.
     """
-    return read_published(preemption_watcher._PREEMPTION_KEY, seconds) is not None
+    try:
+        return read_published(preemption_watcher._PREEMPTION_KEY, seconds) is not None
+    except tf.errors.FailedPreconditionError:  # this process is alone, and joined no other one
+        return False
 
 
 Encode = Callable[[tf.Tensor], tf.Tensor]
