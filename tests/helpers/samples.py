@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
+NUMBER = r"-?\d[\d,]*(?:\.\d*)?(?:e[+-]?\d+)?"
 
 
 def read_samples(page: Path) -> list[str]:
@@ -28,11 +28,10 @@ def find_stale_lines(sample: str, output: str) -> list[str]:
 def hide_values(line: str) -> str:
     """Replaces numbers and names of runs in a line, and joins its words with single spaces.
 
-    Arrays have a space before a number that is not negative, so a space before a number is no
-    difference.
+    NumPy pads the numbers of an array to one width, so space around a number is no difference.
     """
     line = re.sub(r"\S*\bruns(/\w+)?", "RUN", line)
-    return " ".join(re.sub(rf"\s*{NUMBER}", " NUMBER", line).split())
+    return " ".join(re.sub(rf"\s*{NUMBER}\s*", " NUMBER ", line).split())
 
 
 def make_pattern(line: str) -> re.Pattern[str]:
