@@ -21,7 +21,7 @@ import ctl_core
 from tests.golden import engine, small
 from tests.golden.logical_features import FEATURES, create_row_counter, make_feature
 
-LOGICAL_REPLICAS = 6
+LOGICAL_REPLICAS = 5
 layers = keras.layers
 
 
@@ -72,17 +72,6 @@ def make_cnn() -> SimpleNamespace:
     )
 
 
-def make_noisy() -> SimpleNamespace:
-    """Returns the hooks of a small model with noise, batch statistics and an evaluation."""
-    return small.hooks(
-        create_model=lambda: small.model_with(
-            layers.BatchNormalization(momentum=0.9), layers.Dropout(0.3)
-        ),
-        create_eval_dataset=small.create_eval_dataset,
-        create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
-    )
-
-
 def add_to_digest(state: dict[str, Any], step: int, output: Any, batch: Any) -> None:
     """Updates a checksum of all outputs and batches so far, which the checkpoint contains."""
     digest = hashlib.sha256(state.get("digest", "").encode())
@@ -130,9 +119,9 @@ def make_observed() -> SimpleNamespace:
 
 
 def make_elements() -> SimpleNamespace:
-    """Returns hooks whose dataset has one element per logical replica.
+    """Returns hooks whose datasets have one element per logical replica.
 
-    An element contains two sets of points.
+    An element contains two sets of points. The model has noise and batch statistics.
     """
 
     def create_dataset() -> tf.data.Dataset:
@@ -149,7 +138,14 @@ def make_elements() -> SimpleNamespace:
         return tf.reduce_sum(tf.RaggedTensor.from_row_lengths(batch["points"], batch["sizes"]), 1)
 
     return small.hooks(
+        create_model=lambda: small.model_with(
+            layers.BatchNormalization(momentum=0.9), layers.Dropout(0.3)
+        ),
         create_dataset=create_dataset,
+        # The last batch has 3 elements, fewer than there are logical replicas.
+        create_eval_dataset=lambda: create_dataset().take(LOGICAL_REPLICAS + 3),
+        create_metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
+        metric_pre=lambda output, batch: (batch["targets"], output),
         count_examples=lambda batch: tf.shape(batch["targets"])[0],
         input_pre=add_up,
         loss_pre=lambda output, batch: (output, batch["targets"]),
@@ -170,7 +166,6 @@ class Program(NamedTuple):
 
 
 PROGRAMS = {
-    "noisy": Program(make_noisy),
     "cnn": Program(make_cnn),
     "observed": Program(make_observed),
     "elements": Program(make_elements, {"batch_size": 2 * LOGICAL_REPLICAS}),
