@@ -30,8 +30,8 @@ EXAMPLES: dict[str, tuple[Any, str]] = {
         "--eval-batch-size 64",
     ),
 }
-# For each example that repeats a turn or a block: its source, and what the test replaces it with, so
-# that the part is traced once.
+# For each example that repeats a turn or a block: its source, and what the test replaces it with,
+# because each repetition takes seconds to trace.
 REPEATED = {
     "gan": ('"critic", "critic", "critic", "generator"', '"critic", "generator"'),
     "diffusion": ("for _ in range(3):", "for _ in range(1):"),

@@ -105,8 +105,10 @@ def group(lr: Any, train_model: Any) -> Any:
 
 
 def create_low_rank() -> keras.Model:
-    """Returns a model with a frozen base and a LoRA adapter."""
-    model = small.model_with(layers.Dense(8), layers.Dropout(0.3))
+    """Returns a model with a frozen base and a LoRA adapter, with noise and batch statistics."""
+    model = small.model_with(
+        layers.Dense(8), layers.BatchNormalization(momentum=0.9), layers.Dropout(0.3)
+    )
     model.get_layer(index=1).enable_lora(2)
     return model
 
@@ -158,10 +160,15 @@ ROWS: dict[str, Any] = {"create_dataset": small.slices(small.data())}
 # seen in its run, so they have no runs of their own.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "objectives": (OBJECTIVES, {}),
-    "groups": ({"create_opt": group}, {}),
-    "lora": ({"create_model": create_low_rank}, {}),
-    "logged": ({"grad_pre": log_parts}, {}),
-    "reports": ({"every_steps": {2: look}}, {}),
+    "lora, groups, logged and reported values": (
+        {
+            "create_model": create_low_rank,
+            "create_opt": group,
+            "grad_pre": log_parts,
+            "every_steps": {2: look},
+        },
+        {},
+    ),
     "embedding": ({**EMBEDDING, "update_pre": clip_sparse}, {}),
     "compiled": ({}, {"jit_compile": True}),
     "compiled, in turns": (

@@ -254,7 +254,13 @@ def train_on_one_and_three(
     ]
 
 
-@pytest.mark.parametrize("feature", small.slow_but("lora", of=FEATURES))
+# In test_logical_processes, the program "compiled" is killed, and resumed on two devices.
+OTHER_FEATURES = [name for name in FEATURES if name != "compiled"]
+
+
+@pytest.mark.parametrize(
+    "feature", small.slow_but("lora, groups, logged and reported values", of=OTHER_FEATURES)
+)
 def test_features_end_with_the_same_bits_killed_and_on_other_devices(
     feature: str, tmp_path: Path
 ) -> None:
