@@ -231,8 +231,11 @@ def test_commands_in_a_project(
     monkeypatch.chdir(project)
     sys.path.insert(0, str(project))
     config = (project / "config.yaml").read_text()
-    assert "batch_size: 64" in config  # a smaller batch suffices for these small images
-    (project / "config.yaml").write_text(config.replace("batch_size: 64", "batch_size: 16"))
+    # A smaller batch and fewer channels suffice for these small images.
+    for setting, smaller in (("batch_size: 64", "batch_size: 16"), ("width: 32", "width: 8")):
+        assert setting in config
+        config = config.replace(setting, smaller)
+    (project / "config.yaml").write_text(config)
     with np.load(project / "data" / "digits.npz") as digits:
         images = next(digits[name] for name in digits.files if digits[name].ndim > 1)
     np.save(project / "x.npy", images[:3].reshape(3, 8, 8, 1).astype("float32"))
