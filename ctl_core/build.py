@@ -102,7 +102,7 @@ class _Builder:
     console: Console
 
     def __post_init__(self) -> None:
-        self.recording: Recording = Recording(unifies=self.config.logical_replicas is not None)
+        self.recording: Recording = Recording(divides_metrics=self.config.logical_replicas is None)
 
     def build(self) -> State:
         """Returns the state of a run that has not started.
@@ -143,8 +143,7 @@ class _Builder:
         # TensorFlow creates save_counter on first access, which must not happen on a replica.
         _ = ckpt.save_counter
         self.recording.fix()
-        if self.config.logical_replicas is not None:
-            self._add_generators(components)
+        self._add_generators(components)
         return State(
             config=self.config,
             run_dir=self.run.path,
@@ -286,7 +285,7 @@ class _Builder:
         return components, average, precisions
 
     def _add_generators(self, components: Components) -> None:
-        """Adds all random generators to the components, so that logical replicas can set them."""
+        """Adds all random generators to the components, so that leaves can set their states."""
         variables = [*self.recording.generators, *self.recording.tf_generators]
         components.generators.variables += variables
         components.generators.initial_states = [variable.numpy() for variable in variables]

@@ -29,13 +29,13 @@ from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
 from ctl_core.model.components import Compilation, Components, StepContext, TraceContext
 from ctl_core.model.failures import check_numerics
-from ctl_core.model.logical_replicas import list_compared
+from ctl_core.model.leaves import list_compared
 from ctl_core.model.state import State
-from ctl_core.numerics.not_finite import FiniteFlags, combine_flags
 from ctl_core.numerics.reduction import PIECES, join_pieces_for_host
+from ctl_core.numerics.report import Report
 from ctl_core.run.errors import CompilationFailed, RunError
 from ctl_core.run.files import relative_path
-from ctl_core.step import GlobalBatch, StepResult, strip_objective, train_step
+from ctl_core.step import GlobalBatch, strip_objective, train_step
 from ctl_core.types import Batch, BatchSpec, Count, PerReplica, Structure
 
 # A function that TensorFlow has traced, or traces when it is called. TensorFlow does not declare
@@ -107,15 +107,13 @@ class CallResult(NamedTuple):
         unused: the same values from the other replicas. Nothing uses them. If the graph did not
             return them, TensorFlow would rewrite the arithmetic of these replicas, which would then
             round differently, and the variables of the replicas would drift apart.
-        flags: bool[steps, 2 + n]. The first two columns are the flags of ``combine_flags``. The
-            others say, for each variable of ``list_compared``, whether it is equal on all logical
-            replicas.
+        reports: bool[steps, flags], a packed ``Report`` for each step
     """
 
     pieces: dict[str, list[Structure]]
     values: StepValues
     unused: list[tuple[tf.Tensor, ...]]
-    flags: tf.Tensor
+    reports: tf.Tensor
 
 
 class GraphKey(NamedTuple):
@@ -135,8 +133,7 @@ class StepFunctions:
 
     Attributes:
         devices: the replica devices of this process
-        flags: an array bool[steps, 2] for each graph call since this list was last emptied, see
-            ``combine_flags``
+        reports: the packed reports of each graph call since this list was last emptied
         called: the graph functions that have been called. TensorFlow optimizes or compiles a graph
             during its first call.
         may_compile: whether the current or last graph call may include a compilation
@@ -158,7 +155,7 @@ class StepFunctions:
             quiet: whether the model runs without noise, so that steps can be compared
         """
         self.devices = tuple(state.strategy.extended.worker_devices)
-        self.flags: list[np.ndarray] = []
+        self.reports: list[np.ndarray] = []
         self.may_compile = False
         self.called: set[GraphFunction] = set()
         self._state = state
@@ -222,11 +219,10 @@ class StepFunctions:
             if steps > 1:
                 self.take_steps(steps - 1)
             result = self._call(function)
-        flags = result.flags.numpy()
+        reports = result.reports.numpy()
         if self._compared:
-            self._check_equal(flags[:, 2:])
-            flags = flags[:, :2]
-        self.flags.append(flags)
+            self._check_equal(Report.unpack(reports).are_equal)
+        self.reports.append(reports)
         values: StepValues = dict(result.values)
         for name, pieces in result.pieces.items():
             values[name] = join_pieces_for_host(pieces)
@@ -243,7 +239,7 @@ class StepFunctions:
         return result
 
     def _check_equal(self, flags: np.ndarray) -> None:
-        """Checks that logical replicas wrote the same values to variables.
+        """Checks that the leaves of a batch wrote the same values to variables.
 
         Args:
             flags: bool[steps, n]; says for each step of a call and each variable of
@@ -256,10 +252,14 @@ class StepFunctions:
             return
         row, column = np.argwhere(~flags)[0]
         step = self._state.step - len(flags) + 1 + int(row)
+        setting, parts = "accumulate_steps", "in different micro-batches"
+        if self._state.config.logical_replicas is not None:
+            setting, parts = "logical_replicas", "on different logical replicas"
         raise RunError(
-            f"logical_replicas: in step {step}, the forward or backward pass assigns "
-            f"different values to {self._compared[column]} on different logical replicas; "
-            "assign a value that is equal on all of them, or leave out logical_replicas."
+            f"{setting}: in step {step}, the forward or backward pass assigns different values to "
+            f"{self._compared[column]} {parts}; create it with "
+            "aggregation=tf.VariableAggregation.MEAN (or SUM) to combine them, assign an equal "
+            f"value, or leave out {setting}."
         )
 
     def trace(self, fetches: frozenset[str] = frozenset()) -> GraphFunction:
@@ -337,11 +337,11 @@ class TracedStep(NamedTuple):
     """The results of a traced step.
 
     Attributes:
-        flags: bool[2 + n], the row of this step in ``CallResult.flags``
+        report: the packed report of the step
         values: the fetched values by name, as ``strategy.run`` returns them
     """
 
-    flags: tf.Tensor
+    report: tf.Tensor
     values: StepValues
 
 
@@ -413,7 +413,7 @@ class StepTracer:
         values = result.fetch(fetches)
         if "variables" in values:
             self._variables = values.pop("variables")
-        return TracedStep(self._combine_flags(result), values)
+        return TracedStep(result.report.pack(), values)
 
     def pop_variables(self) -> Structure:
         """Returns the variables that the last traced step trains; {} if they are not fetched.
@@ -425,29 +425,18 @@ class StepTracer:
         self._variables = {}
         return variables
 
-    def _combine_flags(self, result: StepResult) -> tf.Tensor:
-        local_results = self.context.components.strategy.experimental_local_results
-        flags: list[FiniteFlags] = []
-        for update_flags in result.flags:
-            loss_flags, gradient_flags = map(local_results, update_flags)
-            flags += map(FiniteFlags, loss_flags, gradient_flags)
-        combined = combine_flags(flags)
-        if not result.are_equal:
-            return combined
-        return tf.concat([combined, tf.stack(result.are_equal)], 0)
-
 
 class LoopState(NamedTuple):
     """The state of a loop of steps inside a graph.
 
     Attributes:
         done: the number of steps that the loop has taken, an int32 scalar
-        flags: bool[2 + n] for each step, see ``CallResult.flags``
+        reports: the packed report of each step
         values: the fetched values of the last step
     """
 
     done: tf.Tensor
-    flags: tf.TensorArray
+    reports: tf.TensorArray
     values: StepValues
 
 
@@ -470,27 +459,27 @@ def define_loop(
     def run_loop(steps: tf.Tensor) -> CallResult:
         steps_before = step_variable.read_value()
 
-        def take_step(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
+        def take_step(done: tf.Tensor, reports: tf.TensorArray, _: StepValues) -> LoopState:
             step = steps_before + tf.cast(done, tf.int64) + 1
             traced = tracer.step_on_next_batch(fetches, executable, step)
-            return LoopState(done + 1, flags.write(done, traced.flags), traced.values)
+            return LoopState(done + 1, reports.write(done, traced.report), traced.values)
 
-        def take_stacked(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
+        def take_stacked(done: tf.Tensor, reports: tf.TensorArray, _: StepValues) -> LoopState:
             """Takes one step per stacked batch, all in a single call of the executable."""
             assert executable is not None
             stacked, first, count = tracer.data.iterator.take(steps - done)
             earlier_steps = steps_before + tf.cast(done, tf.int64)
-            new_flags, values = executable(stacked, first, earlier_steps, count)
-            flags = flags.scatter(done + tf.range(count), new_flags[:count])
-            return LoopState(done + count, flags, values)
+            new_reports, values = executable(stacked, first, earlier_steps, count)
+            reports = reports.scatter(done + tf.range(count), new_reports[:count])
+            return LoopState(done + count, reports, values)
 
         take_next = take_step
         if executable is not None and tracer.batches_at_once:
             take_next = take_stacked
-        done, flags, values = _run_steps(tracer, fetches, take_next, steps, most_steps=steps)
+        done, reports, values = _run_steps(tracer, fetches, take_next, steps, most_steps=steps)
         # The steps are counted after the loop, so that a call that fails counts none of them.
         step_variable.assign_add(tf.cast(done, tf.int64))
-        return CallResult({}, values, [], flags.stack())
+        return CallResult({}, values, [], reports.stack())
 
     return run_loop
 
@@ -509,10 +498,10 @@ def _run_steps(
         fetches: the names of the values of the last step to return
         take_next: takes one or more steps; its arguments are the fields of a ``LoopState``
         steps: the number of steps to take, an int32 scalar
-        most_steps: the number of rows of the flags
+        most_steps: the number of rows of the reports
     """
     before = LoopState(
-        tf.constant(0), _create_flags(tracer, most_steps), _create_no_values(tracer, fetches)
+        tf.constant(0), _create_reports(tracer, most_steps), _create_no_values(tracer, fetches)
     )
     return LoopState(*tf.while_loop(lambda done, *_: done < steps, take_next, before))
 
@@ -536,11 +525,11 @@ def _take_many_steps(
         steps: the number of steps to take, an int32 scalar
 
     Returns:
-        The flags, with a row for each stacked batch, of which only the first ``steps`` rows are
+        The reports, with a row for each stacked batch, of which only the first ``steps`` rows are
         meaningful; and the values of the last step.
     """
 
-    def take_step(done: tf.Tensor, flags: tf.TensorArray, _: StepValues) -> LoopState:
+    def take_step(done: tf.Tensor, reports: tf.TensorArray, _: StepValues) -> LoopState:
         # This uses gather, because XLA would compile the index of a slice into the executable as a
         # constant.
         batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, first + done), stacked)
@@ -548,10 +537,10 @@ def _take_many_steps(
         step = steps_before + tf.cast(done, tf.int64) + 1
         traced = tracer.step_on(global_batch, fetches, step)
         values = tf.nest.map_structure(lambda value: tf.cast(value, tf.float32), traced.values)
-        return LoopState(done + 1, flags.write(done, traced.flags), values)
+        return LoopState(done + 1, reports.write(done, traced.report), values)
 
-    _, flags, values = _run_steps(tracer, fetches, take_step, steps, tracer.batches_at_once)
-    return flags.stack(), values
+    _, reports, values = _run_steps(tracer, fetches, take_step, steps, tracer.batches_at_once)
+    return reports.stack(), values
 
 
 def define_single_step(
@@ -573,19 +562,19 @@ def define_single_step(
     @tf.function(autograph=False, input_signature=[])
     def run_step() -> CallResult:
         step = components.step_variable.read_value() + 1
-        flags, values = tracer.step_on_next_batch(fetches, executable, step)
+        report, values = tracer.step_on_next_batch(fetches, executable, step)
         pieces = {
             name: list(_list_pieces(values.pop(name), replicas, local_results))
             for name in fetches & {*PIECES}
         }
-        computed = [flags, *tf.nest.flatten(pieces, expand_composites=True)]
+        computed = [report, *tf.nest.flatten(pieces, expand_composites=True)]
         for value in tf.nest.flatten(values, expand_composites=True):
             computed += local_results(value)
         with tf.control_dependencies(computed):
             components.step_variable.assign_add(1)
         first_values = tf.nest.map_structure(lambda value: local_results(value)[0], values)
         unused = [local_results(value)[1:] for value in tf.nest.flatten(values)]
-        return CallResult(pieces, first_values, unused, flags[None])
+        return CallResult(pieces, first_values, unused, report[None])
 
     return run_step
 
@@ -603,10 +592,11 @@ def _list_pieces(
             )
 
 
-def _create_flags(tracer: StepTracer, steps: Count) -> tf.TensorArray:
-    """Returns an empty array for the flags of a number of steps."""
+def _create_reports(tracer: StepTracer, steps: Count) -> tf.TensorArray:
+    """Returns an empty array for the packed reports of a number of steps."""
     compared = list_compared(tracer.context.components)
-    return tf.TensorArray(tf.bool, steps, element_shape=[2 + len(compared)])
+    flags = len(Report._fields) - 1 + len(compared)
+    return tf.TensorArray(tf.bool, steps, element_shape=[flags])
 
 
 def _create_no_values(tracer: StepTracer, fetches: frozenset[str]) -> StepValues:

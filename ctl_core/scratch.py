@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-import keras
 import tensorflow as tf
 
 from ctl_core import compat
@@ -23,7 +22,6 @@ from ctl_core.evaluation.step import add_batch
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.hooks.recording import Recording, unfreeze
 from ctl_core.input.batches import Share, find_first_replica, make_placeholders
-from ctl_core.model.averages import find_moving_statistics
 from ctl_core.model.backward import (
     BackwardOp,
     SpecialOps,
@@ -44,8 +42,12 @@ from ctl_core.model.components import (
 from ctl_core.model.copies import list_local_components
 from ctl_core.model.fingerprint import compare_forward
 from ctl_core.model.forward import ReplicaObjective, compute_objectives, forward_backward, run_model
-from ctl_core.model.logical_limits import refuse_layers
+from ctl_core.model.leaves import describe_written
+from ctl_core.model.logical_limits import refuse_layers, refuse_stateful_layers
 from ctl_core.model.loss_calls import (
+    is_exchange,
+    locate_op,
+    makes_exchange,
     refuse_calls_of_collectives,
     refuse_exchanges,
     refuse_scaled_losses,
@@ -54,8 +56,8 @@ from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.model.sample_weights import refuse_weights_in_loss
 from ctl_core.numerics.randomness import find_drawing_layers
 from ctl_core.numerics.reduction import PIECES
-from ctl_core.numerics.variables import is_summed, name_variable, trainable_variables, unwrap
-from ctl_core.run.errors import HookFailed
+from ctl_core.numerics.variables import name_variable, trainable_variables, unwrap
+from ctl_core.run.errors import HookFailed, SetupError, read_calls
 from ctl_core.run.settings import Config
 from ctl_core.types import Batch, BatchSpec, Variable, VariablesByObjective
 from ctl_core.update import call_update_pre
@@ -141,11 +143,18 @@ class ScratchTracer:
             untracked = self._list_untracked(graph, forward, objectives)
         compare_forward(self.cluster, self.hooks, operations)
         refuse_scaled_losses(self.hooks, operations)
-        if self.config.logical_replicas is not None:
+        if self._is_logical:
             refuse_layers(self.hooks, recording.layers)
+        if forward.shape.has_several_leaves:
+            refuse_stateful_layers(self.hooks, recording.layers, self._explain_single_leaf())
         self._refuse_exchanges(operations, backward_ops)
+        self._refuse_sums_of_sums(graph)
         variables = self._collect_variables(objectives, weights)
-        written = self._find_written(graph, forward)
+        # If replicas exchange values, the leaves that they compute at the same time write equal
+        # values, but the leaves of a replica do not.
+        has_rounds = self.config.accumulate_steps > 1
+        averages_floats = has_rounds and makes_exchange(operations)
+        written = self._find_written(graph, forward, averages_floats)
         return TracedForward(
             variables=variables,
             weights=weights,
@@ -224,12 +233,42 @@ class ScratchTracer:
         self, operations: list[tf.Operation], backward_ops: list[BackwardOp]
     ) -> None:
         """Rejects exchanges that cannot be combined with the settings."""
-        if self.config.logical_replicas is not None:
+        if self._is_logical:
             refuse_calls_of_collectives(self.hooks, backward_ops, NO_EXCHANGE)
         if self.config.accumulate_steps > 1:
             refuse_exchanges(self.hooks, operations)
             of_losses = [op for op in backward_ops if not op.is_in_model]
             refuse_exchanges(self.hooks, of_losses, "gradient")
+
+    def _refuse_sums_of_sums(self, graph: compat.FunctionGraph) -> None:
+        """Rejects ``all_reduce`` of a variable that is already a sum over all replicas.
+
+        Raises:
+            SetupError: it has the aggregation SUM; the message names the variable and the line.
+        """
+        if self.strategy.num_replicas_in_sync == 1:
+            return
+        recording = self.recording
+        by_handle = {
+            id(component.handle): variable
+            for variable in recording.variables.values()
+            if recording.aggregations.get(id(variable)) == tf.VariableAggregation.SUM
+            for component in self.strategy.experimental_local_results(variable)
+        }
+        if not by_handle:
+            return
+        captured = {inner.op.name: by_handle.get(id(outer)) for outer, inner in graph.captures}
+        for op in graph.get_operations():
+            read = op.inputs[0].op if op.type == "Identity" else None
+            if read is None or read.type != "ReadVariableOp":
+                continue
+            variable = captured.get(read.inputs[0].op.name)
+            if variable is not None and is_exchange(read_calls(op)):
+                raise SetupError(
+                    f"{locate_op(self.hooks, op)}: all_reduce of {name_variable(variable)}, which "
+                    "has the aggregation SUM and therefore is the sum over all replicas already; "
+                    "use its value."
+                )
 
     def trace_update(self, components: Components) -> list[Variable]:
         """Runs ``update_pre`` on placeholders, so that it creates its variables.
@@ -239,12 +278,13 @@ class ScratchTracer:
         """
         kept = frozenset(PIECES) & {*self.hooks.update_pre.arguments}
         trained: dict[int, Variable] = {}
-        with self._scratch("update_pre", self.share_spec) as (_, batch):
+        with self._scratch("update_pre", self.share_spec) as (graph, batch):
             for turn in TraceContext(components).list_turns():
                 contribution, variables = forward_backward(turn, 1, kept, Share(batch))
                 call_update_pre(turn, 1, variables, contribution, contribution)
                 for objective_variables in variables.values():
                     trained |= {id(unwrap(variable)): variable for variable in objective_variables}
+            components.generators.drawn.update(self._find_drawn(graph))
         return list(trained.values())
 
     def trace_evaluation(self, components: Components, evaluation: Evaluation | None) -> None:
@@ -316,7 +356,7 @@ class ScratchTracer:
         the failure may only be a consequence.
         """
         operations = list(compat.add_called_ops(graph.get_operations()))
-        if self.config.logical_replicas is not None:
+        if self._is_logical:
             refuse_calls_of_collectives(self.hooks, operations, NO_EXCHANGE)
         if self.config.accumulate_steps > 1:
             refuse_exchanges(self.hooks, operations)
@@ -341,48 +381,73 @@ class ScratchTracer:
         return collected
 
     def _find_drawn(self, graph: compat.FunctionGraph) -> set[int]:
-        """Returns the ids of the variables of Keras generators that a graph reads."""
+        """Returns the ids of the variables of random generators that a graph reads."""
         captured = {id(outer) for outer, _ in graph.captures}
         local_results = self.strategy.experimental_local_results
         return {
             id(state)
-            for state in self.recording.generators
+            for state in (*self.recording.generators, *self.recording.tf_generators)
             if any(id(component.handle) in captured for component in local_results(state))
         }
 
     def _find_written(
-        self, graph: compat.FunctionGraph, forward: ForwardComponents
+        self, graph: compat.FunctionGraph, forward: ForwardComponents, averages_floats: bool
     ) -> tuple[WrittenVariable, ...]:
-        """Returns the variables that a graph writes, except random generators and metrics."""
+        """Returns the variables that a graph writes, except random generators and metrics.
+
+        Args:
+            graph: the graph of the forward pass
+            forward: the components of the forward pass
+            averages_floats: see ``describe_written``
+        """
         recording = self.recording
-        metrics = [v for metric in forward.train_metrics.values() for v in metric.variables]
-        generators = recording.generators
-        if self.config.logical_replicas is not None:  # each logical replica has its own states
-            generators = [*generators, *recording.tf_generators]
-        ignored = {id(unwrap(v)) for v in (*generators, *metrics)}
-        max_stretch = {
-            id(statistic): 1.0 / max(1.0 - layer.momentum, 1e-6)
-            for layer in recording.layers
-            if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
-            for statistic in find_moving_statistics([layer])
-        }
-        written = []
-        for variable in recording.find_written(graph, self.strategy):
-            if id(variable) in ignored:
-                continue
-            is_sum = is_summed(variable)
-            has_replicas = self.strategy.num_replicas_in_sync > 1
-            if self.config.logical_replicas is not None:
-                is_sum = id(variable) in recording.summed
-                has_replicas = True  # a run on one device may be resumed on several devices
-            is_shared = id(variable) not in max_stretch and not is_sum
-            if is_shared and has_replicas and variable.dtype == tf.string:
+        ignored = {*map(id, recording.generators), *map(id, recording.tf_generators)}
+        ignored |= self._find_parts(forward)
+        variables = [
+            variable
+            for variable in recording.find_written(graph, self.strategy)
+            if id(variable) not in ignored
+        ]
+        for variable in variables:
+            if variable.dtype == tf.string and forward.shape.has_several_leaves:
                 raise self.hooks.create_model.reject(
                     f"a step assigns {name_variable(variable)}, a string variable, which "
                     "replicas cannot exchange; use a number instead."
                 )
-            written.append(WrittenVariable(variable, max_stretch.get(id(variable)), is_shared))
-        return tuple(written)
+        return tuple(describe_written(recording, variables, averages_floats))
+
+    def _find_parts(self, forward: ForwardComponents) -> set[int]:
+        """Returns the ids of the variables of training metrics whose parts are added up when read.
+
+        A metric that was created in another hook has the same value on all replicas. What leaves
+        write to it is combined after each step, unless logical replicas compute the leaves.
+        """
+        own = {
+            id(variable)
+            for name, variable in self.recording.variables.items()
+            if name.startswith("create_train_metrics/")
+        }
+        of_metrics = {
+            id(unwrap(variable))
+            for metric in forward.train_metrics.values()
+            for variable in metric.variables
+        }
+        if self._is_logical:
+            return of_metrics
+        return of_metrics & own
+
+    def _explain_single_leaf(self) -> str:
+        """Returns what to do so that a batch is computed as a whole."""
+        if self._is_logical:
+            return "logical_replicas"
+        if self.config.accumulate_steps > 1:
+            return "accumulate_steps"
+        return "train on one device"
+
+    @property
+    def _is_logical(self) -> bool:
+        """Whether the run uses logical replicas."""
+        return self.config.logical_replicas is not None
 
 
 def list_left_out(

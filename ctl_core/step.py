@@ -1,36 +1,40 @@
-"""Takes a training step: the forward and backward pass, the sum over the replicas, and the update.
+"""Takes a training step: computes all leaves of a batch, adds them up, and makes the update.
 
 Everything runs while a graph is traced. Functions handle all replicas at once, unless their
 docstring says that they run on one replica. model/forward.py contains the forward and backward pass
-of a replica on its share of a batch, and update.py contains the update.
+of a leaf, model/leaves.py combines what leaves write to variables, and update.py contains the
+update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.cluster.replica_contexts import enter_logical_replica
+from ctl_core.cluster.collectives import replica_id
 from ctl_core.executable import find_obstacle_to_determinism, forbid_uncompilable
-from ctl_core.input.batches import Share
+from ctl_core.input.batches import Share, keep_rows_if, leaf_may_lack_rows
 from ctl_core.model.components import (
     SINGLE_OBJECTIVE,
     Compilation,
     Division,
     StepContext,
+    WrittenVariable,
     choose_division,
 )
-from ctl_core.model.forward import ForwardBackward, forward_backward, read_written, settle_written
-from ctl_core.model.logical_replicas import BETWEEN_STEPS, UPDATE, LogicalReplicas
+from ctl_core.model.forward import ForwardBackward, forward_backward
+from ctl_core.model.generator_states import BETWEEN_STEPS, TRAINING, UPDATE, GeneratorStates
+from ctl_core.model.leaves import LeafVariables, weigh_leaf
+from ctl_core.model.logical_replicas import LogicalReplicas
 from ctl_core.model.replicas import Replicas
 from ctl_core.model.weighed_shares import WeighedShares
 from ctl_core.numerics import reduction
-from ctl_core.numerics.not_finite import FiniteFlags
 from ctl_core.numerics.reduction import PIECES, Contribution
+from ctl_core.numerics.report import Report
 from ctl_core.run.errors import SetupError
 from ctl_core.types import (
     Count,
@@ -42,14 +46,12 @@ from ctl_core.types import (
     VariablesByObjective,
 )
 from ctl_core.update import (
-    Updates,
-    apply_updates,
-    call_update_pre,
-    compute_flags,
+    MakeUpdate,
+    Sums,
+    UpdateResult,
     make_compiled_update,
+    make_logical_update,
     make_update,
-    refuse_random_ops,
-    unscale_sums,
 )
 
 _OPTIMIZER_IN_MICRO_BATCH = (
@@ -60,11 +62,11 @@ _OPTIMIZER_IN_MICRO_BATCH = (
 
 
 class GlobalBatch(NamedTuple):
-    """A global batch, from which replicas take their shares.
+    """A global batch, which is divided into leaves.
 
     Attributes:
-        deal: returns the ``Share`` of each replica of this process, given the index of a
-            micro-batch
+        deal: returns the ``Share`` of the leaf that each replica of this process computes, given
+            the index of a micro-batch
         examples: the number of examples in the global batch, an int or an int32 tensor
     """
 
@@ -87,9 +89,7 @@ class StepResult(NamedTuple):
         output: the output of the last update, a list with an entry for each micro-batch; empty if
             it is not needed
         batch: the batch of the last update, in the same form as ``output``
-        flags: a ``FiniteFlags`` for each update
-        are_equal: says for each variable of ``list_compared`` whether it is equal on all logical
-            replicas
+        report: the flags of the step, which do not have a value for each replica
     """
 
     loss: dict[str, PerReplica]
@@ -100,8 +100,7 @@ class StepResult(NamedTuple):
     variables: VariablesByObjective
     output: list[PerReplica]
     batch: list[PerReplica]
-    flags: list[FiniteFlags]
-    are_equal: list[tf.Tensor]
+    report: Report
 
     def fetch(self, names: frozenset[str]) -> dict[str, Structure]:
         """Returns the values with the given names.
@@ -159,11 +158,7 @@ def merge_turns(results: list[StepResult]) -> StepResult:
         update_gradients=merge("update_gradients"),
         display_gradients=merge("display_gradients"),
         variables=merge("variables"),
-        flags=[flags for result in results for flags in result.flags],
-        are_equal=[
-            tf.reduce_all(flags)
-            for flags in zip(*(result.are_equal for result in results), strict=True)
-        ],
+        report=Report.combine([result.report for result in results]),
     )
 
 
@@ -172,133 +167,224 @@ def update_once(
 ) -> StepResult:
     """Makes one update on a global batch."""
     replicas = Replicas(context)
-    update_pre = context.hooks.update_pre
-    kept = frozenset(PIECES) & {*fetches, *update_pre.arguments}
-    needs_loss = "loss" in fetches or "loss" in update_pre.arguments
-
-    if context.components.shape.logical_replicas is not None:
-        return update_logical_replicas(context, replicas, global_batch, kept)
-    contribution, variables = compute_contribution(context, replicas, global_batch, kept)
-    total = replicas.run(partial(sum_contributions, context, needs_loss), contribution)
-    update = make_update
-    if context.compilation is Compilation.REPLICA:
-        update = make_compiled_update
-    result = update(context, replicas, global_batch.examples, variables, contribution, total)
+    states = derive_states(context)
+    needed = frozenset({*fetches, *context.hooks.update_pre.arguments})
+    is_logical = context.components.shape.logical_replicas is not None
+    add_up = add_up_by_all_reduce
+    if is_logical:
+        add_up = add_up_along_tree
+    sums = add_up(context, replicas, states, global_batch, needed)
+    if states.are_set:
+        replicas.run(partial(states.assign, UPDATE))
+    result = choose_update(context)(context, replicas, global_batch.examples, sums)
+    if states.are_set and is_logical:
+        replicas.run(partial(states.assign, BETWEEN_STEPS))
     return StepResult(
         loss=result.summed.loss,
-        weight=total.weight,
+        weight=sums.total.weight,
         gradients=result.summed.gradients,
         update_gradients=result.updates.applied,
         display_gradients=result.updates.displayed,
-        variables=variables,
-        output=contribution.output,
-        batch=contribution.batch,
-        flags=[result.flags],
-        are_equal=[],
+        variables=sums.variables,
+        output=sums.own.output,
+        batch=sums.own.batch,
+        report=combine_reports(replicas, result, sums),
     )
 
 
-def update_logical_replicas(
-    context: StepContext, replicas: Replicas, global_batch: GlobalBatch, kept: frozenset[str]
-) -> StepResult:
-    """Makes one update with logical replicas.
+def combine_reports(replicas: Replicas, result: UpdateResult, sums: Sums) -> Report:
+    """Returns the report of an update, in which the flags of all replicas are combined."""
+    flags = zip(
+        replicas.get_local_results(result.loss_is_finite),
+        replicas.get_local_results(result.gradients_are_numbers),
+        strict=True,
+    )
+    return Report.combine([Report(*flags_of_replica, sums.are_equal) for flags_of_replica in flags])
+
+
+def derive_states(context: StepContext) -> GeneratorStates:
+    """Returns the states that random generators have in an update.
+
+    In a step without noise, they are not set, so that the step writes the same variables on any
+    number of devices.
+    """
+    components = context.components
+    assert context.step is not None
+    drawn: Collection[int] = components.generators.drawn
+    if context.quiet:
+        drawn = ()
+    turn = context.turn or 0
+    leaves = components.shape.leaves
+    return GeneratorStates(components, TRAINING, context.step, turn, leaves, drawn)
+
+
+def choose_update(context: StepContext) -> MakeUpdate:
+    """Returns the function that makes the update with the sums over all leaves."""
+    if context.components.shape.logical_replicas is not None:
+        return make_logical_update
+    if context.compilation is Compilation.REPLICA:
+        return make_compiled_update
+    return make_update
+
+
+def add_up_along_tree(
+    context: StepContext,
+    replicas: Replicas,
+    states: GeneratorStates,
+    global_batch: GlobalBatch,
+    needed: frozenset[str],
+) -> Sums:
+    """Adds up the leaves along a fixed tree; the leaves are logical replicas.
 
     Args:
         context: the context of the step
-        replicas: the devices that compute the logical replicas
+        replicas: the devices that compute the leaves
+        states: the states of the random generators
         global_batch: the global batch
-        kept: the names, out of ``output`` and ``batch``, of the values that are needed afterwards
+        needed: the names of the values that hooks or the caller need afterwards
     """
     examples = global_batch.examples
+    kept = frozenset(PIECES) & needed
     function: ForwardBackward = partial(forward_backward, context, examples, kept)
     if context.compilation is Compilation.REPLICA:
         function = partial(_run_compiled_leaf, context, function)
-    computation = LogicalReplicas(context, replicas.run)
+    computation = LogicalReplicas(context, states, replicas.run)
     total, variables = computation.compute(global_batch.deal(0), examples, function)
-    with refuse_random_ops(context, obstacle="that of logical replicas never is"):
-        summed = replicas.run(partial(unscale_sums, context), total)
-        updates = replicas.run(
-            partial(_call_update_pre_alike, context, computation, examples, variables),
-            total,
-            summed,
-        )
-        flags = replicas.run(partial(compute_flags, context), total, summed)
-        apply_updates(context, replicas, variables, summed, updates)
-    replicas.run(partial(computation.states.assign, BETWEEN_STEPS))
-    return StepResult(
-        loss=summed.loss,
-        weight=total.weight,
-        gradients=summed.gradients,
-        update_gradients=updates.applied,
-        display_gradients=updates.displayed,
+    are_equal = stack_flags(computation.are_equal)
+    return Sums(own=total, total=total, variables=variables, are_equal=are_equal)
+
+
+def add_up_by_all_reduce(
+    context: StepContext,
+    replicas: Replicas,
+    states: GeneratorStates,
+    global_batch: GlobalBatch,
+    needed: frozenset[str],
+) -> Sums:
+    """Adds up the leaves of each replica, and then those of all replicas in one all-reduce.
+
+    See ``add_up_along_tree`` for the arguments.
+    """
+    leaves = LeavesOfReplicas(context, replicas, states, global_batch, needed)
+    contribution, variables = leaves.compute()
+    total = replicas.run(partial(sum_contributions, context, "loss" in needed), contribution)
+    leaves.apply_changes(total.changes)
+    counts = [replicas.get_local_results(count)[0] for count in total.differences]
+    return Sums(
+        own=contribution,
+        total=total,
         variables=variables,
-        output=total.output,
-        batch=total.batch,
-        flags=[flags],
-        are_equal=computation.are_equal,
+        are_equal=stack_flags([tf.equal(count, 0.0) for count in counts]),
     )
 
 
-def _call_update_pre_alike(
-    context: StepContext,
-    computation: LogicalReplicas,
-    examples: Count,
-    variables: VariablesByObjective,
-    total: Contribution,
-    summed: Contribution,
-) -> Updates:
-    """Calls ``update_pre`` on a device, as if the device were logical replica 0.
-
-    All devices thus draw the same random numbers and compute the same update.
-    """
-    with enter_logical_replica(0, context.components.shape.shares):
-        computation.states.assign(UPDATE)
-        return call_update_pre(context, examples, variables, total, summed)
+def stack_flags(flags: list[tf.Tensor]) -> tf.Tensor:
+    """Returns a bool vector of flags, of which there may be none."""
+    return tf.stack(flags) if flags else tf.zeros([0], tf.bool)
 
 
-def compute_contribution(
-    context: StepContext, replicas: Replicas, global_batch: GlobalBatch, kept: frozenset[str]
-) -> tuple[Contribution, VariablesByObjective]:
-    """Runs the forward and backward pass of each replica, in micro-batches if there are several.
+class LeavesOfReplicas:
+    """Computes the leaves of each replica, one after another if a replica has several."""
 
-    Args:
-        context: the context of the step, or of a turn within it
-        replicas: the replicas that run the pass
-        global_batch: the global batch
-        kept: the names, out of ``output`` and ``batch``, of the values that are needed afterwards
+    def __init__(
+        self,
+        context: StepContext,
+        replicas: Replicas,
+        states: GeneratorStates,
+        global_batch: GlobalBatch,
+        needed: frozenset[str],
+    ) -> None:
+        """Prepares an update; see ``add_up_along_tree`` for the arguments."""
+        self._shape = context.components.shape
+        self._replicas = replicas
+        self._states = states
+        self._examples = global_batch.examples
+        self._deal = global_batch.deal
+        if choose_division(context) is Division.BEFORE_FORWARD:
+            self._deal = WeighedShares(context, replicas, states, global_batch.deal).deal
+        kept = frozenset(PIECES) & needed
+        self._forward_backward: ForwardBackward = partial(
+            forward_backward, context, self._examples, kept
+        )
+        if self._shape.accumulate_steps > 1:
+            self._forward_backward = partial(_run_without_optimizers, self._forward_backward)
+        if context.compilation is Compilation.REPLICA:
+            self._forward_backward = partial(_run_compiled, self._forward_backward)
+        written: Sequence[WrittenVariable] = ()
+        if self._shape.leaves > 1:  # a single leaf changes the variables itself
+            written = context.components.written
+        takes_first = leaf_may_lack_rows(self._examples, self._shape.leaves)
+        self._variables = LeafVariables(written, takes_first)
+        if self._shape.accumulate_steps == 1:  # the other variables need no reset
+            self._variables = LeafVariables(self._variables.exchanged, takes_first)
+        self._before: PerReplica = []
+        if written:
+            self._before = replicas.run(self._variables.read)
 
-    Returns:
-        The contribution of each replica, and the variables that its gradients belong to, by
-        objective.
-    """
-    components = context.components
-    micro_batches = components.shape.accumulate_steps
-    function: ForwardBackward = partial(forward_backward, context, global_batch.examples, kept)
-    if micro_batches > 1:
-        function = partial(_run_without_optimizers, function)
-    if context.compilation is Compilation.REPLICA:
-        function = partial(_run_compiled, function)
+    def compute(self) -> tuple[Contribution, VariablesByObjective]:
+        """Computes all leaves.
 
-    deal = global_batch.deal
-    if choose_division(context) is Division.BEFORE_FORWARD:
-        deal = WeighedShares(context, replicas, deal).deal
+        Returns:
+            The contribution of each replica, and the variables that its gradients belong to, by
+            objective.
+        """
+        micro_batches = self._shape.accumulate_steps
+        if micro_batches == 1:
+            return self._compute_round(0)
+        return reduction.accumulate(self._replicas.run, micro_batches, self._compute_round)
 
-    def contribute(index: Count) -> tuple[Contribution, VariablesByObjective]:
-        share = deal(index)
-        if share.rows is None:
-            contribution, variables = replicas.run(function, share)
-        else:
-            before = replicas.run(partial(read_written, components))
-            contribution, variables = replicas.run(function, share)
-            contribution = replicas.run(
-                partial(settle_written, components),
-                contribution, before, share.rows, share.present, share.together,
-            )  # fmt: skip
+    def apply_changes(self, totals: PerReplica) -> None:
+        """Assigns the changes of all leaves, added up, to the variables of each replica."""
+        if self._variables.exchanged:
+            self._replicas.run(self._apply_changes, self._before, totals)
+
+    def _apply_changes(self, before: list[tf.Tensor], totals: list[tf.Tensor]) -> None:
+        """Assigns the changes of all leaves on one replica."""
+        _, present = self._shape.count_rows_of(replica_id(), self._examples)
+        self._variables.apply_changes(before, totals, present)
+
+    def _compute_round(self, micro_batch: Count) -> tuple[Contribution, VariablesByObjective]:
+        """Computes one leaf of each replica; see ``compute`` for the result.
+
+        Args:
+            micro_batch: the index of the leaf among those of its replica
+        """
+        share = self._deal(micro_batch)
+        result: tuple[Contribution, VariablesByObjective] = self._replicas.run(
+            partial(self._compute_leaf, micro_batch), share, self._before
+        )
+        return result
+
+    def _compute_leaf(
+        self, micro_batch: Count, share: Share, before: list[tf.Tensor]
+    ) -> tuple[Contribution, VariablesByObjective]:
+        """Computes a leaf. Runs on one replica.
+
+        Args:
+            micro_batch: the index of the leaf among those of its replica
+            share: the rows of the leaf
+            before: the values of the written variables before the step
+        """
+        self._states.assign(share.leaf)
+        earlier: list[tf.Tensor] = []
+        differences: list[tf.Tensor] = []
+        if self._shape.accumulate_steps > 1:
+            earlier = self._variables.read()
+            self._variables.begin_leaf(before)
+        contribution, variables = self._forward_backward(share)
+        if self._shape.accumulate_steps > 1:
+            differences = self._variables.count_differences(earlier, micro_batch, share.present)
+            if share.present is not None:
+                self._variables.drop_if_absent(earlier, share.present)
+        weight = weigh_leaf(share, self._examples, self._shape.leaves)
+        changes = self._variables.find_changes(before, share, weight)
+        contribution = contribution._replace(changes=changes, differences=differences)
+        if share.present is not None:
+            contribution = contribution._replace(
+                output=keep_rows_if(share.present, contribution.output),
+                batch=keep_rows_if(share.present, contribution.batch),
+            )
         return contribution, variables
-
-    if micro_batches == 1:
-        return contribute(0)
-    return reduction.accumulate(replicas.run, micro_batches, contribute)
 
 
 def _run_without_optimizers(
@@ -360,12 +446,13 @@ def _run_compiled_leaf(
 def sum_contributions(
     context: StepContext, needs_loss: bool, contribution: Contribution
 ) -> Contribution:
-    """Sums gradients, and objectives if they are needed, over all replicas in one all-reduce.
+    """Sums gradients, changes, and objectives if they are needed, over all replicas.
 
-    Runs on one replica. ``finish_sums`` turns the result into the values for ``update_pre``.
+    One all-reduce sums all of them. Runs on one replica. ``finish_sums`` turns the result into the
+    values for ``update_pre``.
     """
-    loss = contribution.loss if needs_loss else {}
-    gradients, summed_loss, weight = reduction.sum_over_replicas(
-        (contribution.gradients, loss, contribution.weight), context.components.shape.replicas
-    )
-    return Contribution(summed_loss, gradients, weight, [], [])
+    summands = contribution._replace(output=[], batch=[])
+    if not needs_loss:
+        summands = summands._replace(loss={})
+    total: Contribution = reduction.sum_over_replicas(summands, context.components.shape.replicas)
+    return total

@@ -34,9 +34,9 @@ from ctl_core.model.linearity import check_division
 from ctl_core.model.logical_limits import refuse_ops
 from ctl_core.model.metrics import read_results
 from ctl_core.model.state import Clock, State, check_created, check_hook_state
-from ctl_core.model.summed_variables import refuse_uses_of_parts
 from ctl_core.numerics.not_finite import NEVER, NonFinite
 from ctl_core.numerics.randomness import find_random_ops
+from ctl_core.numerics.report import Report
 from ctl_core.run.console import Console
 from ctl_core.run.errors import CompilationFailed, HookFailed, RunError, SetupError, StopTraining
 from ctl_core.schedule import MOST_STEPS, Schedule, StepsPerCall, convert_epochs
@@ -46,6 +46,7 @@ from ctl_core.session.messages import (
     describe_end,
     describe_free_order,
     describe_left_out,
+    describe_new_leaves,
     describe_nonfinite,
     describe_start,
     describe_weighting,
@@ -146,6 +147,9 @@ class Trainer:
         config = state.config
         record = self.checkpoints.restore(self._run.source)
         self.start = state.step
+        change = describe_new_leaves(state, record)
+        if change is not None:
+            self._console.say(change)
         self._note_passes(record)
         last = config.steps
         if config.epochs is not None:
@@ -348,7 +352,6 @@ class Trainer:
         with state.clock.pause():
             self.checkpoints.save()
             self.checkpoints.wait()
-        self.checkpoints.statistics.average()
         if step < schedule.last:
             state.stopped_by = self._signal
 
@@ -482,11 +485,11 @@ class Trainer:
             step: the last step that was taken
             ended: whether training ends after this step
         """
-        flags = self.functions.flags
-        self.functions.flags = []
+        reports = self.functions.reports
+        self.functions.reports = []
         noted = NonFinite()
-        if flags and self.state.config.on_nan != "ignore":
-            noted = NonFinite.from_flags(np.concatenate(flags), step)
+        if reports and self.state.config.on_nan != "ignore":
+            noted = NonFinite.from_report(Report.unpack(np.concatenate(reports)), step)
         status = LoopStatus(
             steps_per_call=self._steps_per_call.limit,
             save=self.checkpoints.is_save_wanted or self._schedule.is_time_to_save(),
@@ -570,7 +573,6 @@ class Trainer:
         with (
             attribute_errors(state, self.functions, step),
             state.clock.pause(),
-            self.checkpoints.statistics.hold_averages(),
         ):
             values: dict[str, float] | None = state.evaluation.evaluate(sync)
         return values
@@ -650,8 +652,6 @@ class Trainer:
             if state.evaluation is not None:
                 for evaluation_graph in state.evaluation.list_graphs():
                     refuse_ops(state.hooks, evaluation_graph)
-        else:
-            refuse_uses_of_parts(state, graph)
         check_division(state, self._console)
         if state.data.has_free_order():
             self._console.warn(describe_free_order(state))

@@ -10,13 +10,13 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from ctl_core import compat
 from ctl_core.cluster.collectives import place_rows, replica_id
-from ctl_core.cluster.replica_contexts import weigh_by_rows
+from ctl_core.cluster.replica_contexts import enter_logical_replica, weigh_by_rows
 from ctl_core.executable import describe_op, find_uncompilable_op, forbid_uncompilable
 from ctl_core.input.batches import find_first_replica
 from ctl_core.model.components import Compilation, StepContext
@@ -24,7 +24,7 @@ from ctl_core.model.failures import find_line
 from ctl_core.model.forward import call_made, fix_sparse_shape
 from ctl_core.model.replicas import Replicas
 from ctl_core.numerics import reduction
-from ctl_core.numerics.not_finite import FiniteFlags, are_finite, are_losses_finite, are_numbers
+from ctl_core.numerics.not_finite import are_finite, are_losses_finite, are_numbers
 from ctl_core.numerics.randomness import draws_random_numbers
 from ctl_core.numerics.reduction import PIECES, Contribution
 from ctl_core.numerics.variables import unwrap
@@ -53,18 +53,41 @@ class Updates(NamedTuple):
     skips: dict[str, tf.Tensor]
 
 
+class Sums(NamedTuple):
+    """The sums over all leaves of a batch.
+
+    Attributes:
+        own: the contribution of each replica, which has the replica's own output and batch; along
+            the tree, the same values as ``total``
+        total: the sums, the same on all replicas
+        variables: the variables by objective, in the order of the gradients; they are not tensors
+        are_equal: see ``Report``
+    """
+
+    own: Contribution
+    total: Contribution
+    variables: VariablesByObjective
+    are_equal: tf.Tensor
+
+
 class UpdateResult(NamedTuple):
     """The results of an update; tensors have a value for each replica.
 
     Attributes:
         summed: the gradients and objectives summed over the replicas
         updates: the result of ``call_update_pre``
-        flags: the result of ``compute_flags``
+        loss_is_finite: see ``Report``
+        gradients_are_numbers: see ``Report``
     """
 
     summed: Contribution
     updates: Updates
-    flags: FiniteFlags
+    loss_is_finite: tf.Tensor
+    gradients_are_numbers: tf.Tensor
+
+
+# A function that makes an update with the sums, see ``make_update``.
+MakeUpdate: TypeAlias = Callable[[StepContext, Replicas, Count, Sums], UpdateResult]
 
 
 def finish_sums(context: StepContext, is_executable: bool, total: Contribution) -> Contribution:
@@ -98,44 +121,57 @@ def unscale_sums(context: StepContext, total: Contribution) -> Contribution:
         factor = tf.math.reciprocal_no_nan(total.weight[0])
         loss = reduction.multiply(loss, factor)
         gradients = reduction.multiply(gradients, factor)
-    return Contribution(loss, gradients, [], [], [])
+    return Contribution(loss, gradients, [], [], [], [], [])
 
 
 def make_update(
-    context: StepContext,
-    replicas: Replicas,
-    examples: Count,
-    variables: VariablesByObjective,
-    contribution: Contribution,
-    total: Contribution,
+    context: StepContext, replicas: Replicas, examples: Count, sums: Sums
 ) -> UpdateResult:
-    """Makes the update with the sums over the replicas.
+    """Makes the update with the sums over all leaves.
 
     Args:
         context: the context of the step, or of a turn within it
         replicas: the replicas that make the update
         examples: the number of examples in the global batch
-        variables: the variables by objective, in the order of the gradients
-        contribution: the contribution of each replica, before the sum
-        total: the result of ``sum_contributions``
+        sums: the sums
     """
     is_executable = context.compilation is Compilation.STEP
-    summed = replicas.run(partial(finish_sums, context, is_executable), total)
-    updates = replicas.run(
-        partial(call_update_pre, context, examples, variables), contribution, summed
-    )
-    flags = replicas.run(partial(compute_flags, context), contribution, summed)
-    apply_updates(context, replicas, variables, summed, updates)
-    return UpdateResult(summed, updates, flags)
+    finish = partial(finish_sums, context, is_executable)
+    call = partial(call_update_pre, context, examples, sums.variables)
+    if context.components.shape.logical_replicas is not None:
+        finish = partial(unscale_sums, context)
+        call = partial(_call_alike, context, call)
+    summed = replicas.run(finish, sums.total)
+    updates = replicas.run(call, sums.own, summed)
+    flags = replicas.run(partial(compute_flags, context), sums.own, summed)
+    apply_updates(context, replicas, sums.variables, summed, updates)
+    return UpdateResult(summed, updates, *flags)
+
+
+def _call_alike(
+    context: StepContext,
+    call: Callable[[Contribution, Contribution], Updates],
+    own: Contribution,
+    summed: Contribution,
+) -> Updates:
+    """Calls ``update_pre`` on a device as if the device were logical replica 0.
+
+    All devices thus compute the same update.
+    """
+    with enter_logical_replica(0, context.components.shape.leaves):
+        return call(own, summed)
+
+
+def make_logical_update(
+    context: StepContext, replicas: Replicas, examples: Count, sums: Sums
+) -> UpdateResult:
+    """Makes the update of logical replicas, which is never compiled; see ``make_update``."""
+    with refuse_random_ops(context, obstacle="that of logical replicas never is"):
+        return make_update(context, replicas, examples, sums)
 
 
 def make_compiled_update(
-    context: StepContext,
-    replicas: Replicas,
-    examples: Count,
-    variables: VariablesByObjective,
-    contribution: Contribution,
-    total: Contribution,
+    context: StepContext, replicas: Replicas, examples: Count, sums: Sums
 ) -> UpdateResult:
     """Makes the update in one XLA executable for each replica; for arguments see ``make_update``.
 
@@ -147,13 +183,16 @@ def make_compiled_update(
         SetupError: the update draws random numbers, but cannot be compiled.
     """
     arguments = context.hooks.update_pre.arguments
-    needed = contribution._replace(
+    needed = sums.own._replace(
         gradients={},
         weight=[],
-        output=contribution.output if "output" in arguments else [],
-        batch=contribution.batch if "batch" in arguments else [],
+        output=sums.own.output if "output" in arguments else [],
+        batch=sums.own.batch if "batch" in arguments else [],
+        changes=[],
+        differences=[],
     )
-    update = partial(_run_compiled_update, context, examples, variables)
+    total = sums.total._replace(changes=[], differences=[])
+    update = partial(_run_compiled_update, context, examples, sums.variables)
     try:
         result: UpdateResult = replicas.run(update, needed, total)
         return result
@@ -164,7 +203,7 @@ def make_compiled_update(
             raise
         obstacle = str(error)
     with refuse_random_ops(context, obstacle):
-        return make_update(context, replicas, examples, variables, contribution, total)
+        return make_update(context, replicas, examples, sums)
 
 
 @contextlib.contextmanager
@@ -221,7 +260,7 @@ def _run_compiled_update(
         flags = compute_flags(context, contribution, summed)
         with compat.enter_update(strategy, number):
             apply_on_replica(context, number, variables, summed, updates)
-        return UpdateResult(summed, updates, flags)
+        return UpdateResult(summed, updates, *flags)
 
     with forbid_uncompilable():
         op = find_uncompilable_op(compiled.get_concrete_function(contribution, total).graph)
@@ -303,13 +342,13 @@ def _check_shapes(context: StepContext, update: Gradients, variables: list[Varia
 
 def compute_flags(
     context: StepContext, contribution: Contribution, summed: Contribution
-) -> FiniteFlags:
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns whether the loss of a replica is finite, and whether no summed gradient has a NaN."""
     loss_is_finite = are_losses_finite(contribution.loss)
     if context.components.loss_scale is not None:  # updates with NaN are skipped anyway
-        return FiniteFlags(loss_is_finite, gradients_are_numbers=tf.constant(True))
+        return loss_is_finite, tf.constant(True)
     gradients = itertools.chain(*summed.gradients.values())
-    return FiniteFlags(loss_is_finite, are_numbers(gradients))
+    return loss_is_finite, are_numbers(gradients)
 
 
 def apply_updates(

@@ -6,8 +6,7 @@ A checkpoint of step 300 consists of these files in runs/NAME/ckpt:
     engine/ckpt-300.index, .data-*      the engine's part: all other variables of the hooks
     engine/input-300.index, .data-*     the position in the training data
     engine/statistics-300-0.index, ...  the values that differ between the replicas of process 0:
-                                        random generators, sums, and moving statistics before
-                                        they are averaged
+                                        their parts of the sums of training metrics
     engine/ckpt-300.json                the record: progress, vocabularies, ...; written last
     best/                               the same files of the checkpoint that ``keep_best`` keeps
 
@@ -50,12 +49,10 @@ from ctl_core.compat import (
 )
 from ctl_core.hooks.callbacks_file import COPY
 from ctl_core.hooks.recording import find_tables, list_freezable, read_flags, set_flags
-from ctl_core.model.averages import MovingStatistics
 from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.failures import find_line
-from ctl_core.model.logical_replicas import has_states_after
+from ctl_core.model.generator_states import has_states_after
 from ctl_core.model.state import Progress, State
-from ctl_core.numerics.randomness import fold_in_replica_id
 from ctl_core.numerics.variables import is_summed, unwrap
 from ctl_core.run.console import Console
 from ctl_core.run.errors import RunError, SetupError, format_error
@@ -95,7 +92,8 @@ class Checkpoints:
             position in the data do not change.
         manager: the manager that is passed to hooks. If a hook calls ``save``, the checkpoint is
             saved after all hooks of the step, because a later hook may still change a variable.
-        statistics: the values that differ between replicas
+        parts: copies of the values that differ between replicas: their parts of the sums of
+            training metrics
         position: the position in the training data
         saved_step: the step of the last checkpoint that was saved or resumed from, or -1
         is_save_wanted: whether to save a checkpoint of the current step even if none is due, or if
@@ -131,13 +129,7 @@ class Checkpoints:
         self._generators = [*state.recording.generators, *state.recording.tf_generators]
         saved_variables = [*self._created.values(), *self._named]
         sums = [variable for variable in saved_variables if is_summed(variable)]
-        layers = state.recording.layers
-        differing_variables = [*self._generators, *sums]
-        if state.config.logical_replicas is not None:
-            # With logical replicas, all devices have the same values.
-            layers = []
-            differing_variables = []
-        self.statistics = MovingStatistics(layers, state.strategy, differing_variables)
+        self.parts = ReplicaCopies(state.strategy, sums)
         differing = set(map(id, self._generators))
         differing.update(map(id, filter(is_summed, variables.values())))
         self._divergence = Divergence(
@@ -232,12 +224,11 @@ class Checkpoints:
         # Listeners are notified before the next checkpoint is written, because the manager may then
         # delete the last one.
         self.tell_saved()
-        with self.statistics.hold_averages():
-            self._divergence.check(step)
-            if not self._accepts_weights(step):
-                return False
-            self._save(step)
-            self.saved_step = step
+        self._divergence.check(step)
+        if not self._accepts_weights(step):
+            return False
+        self._save(step)
+        self.saved_step = step
         return True
 
     def _accepts_weights(self, step: int) -> bool:
@@ -304,6 +295,7 @@ class Checkpoints:
             input=self.position.describe(),
             input_saved=False,
             replicas=state.components.shape.replicas,
+            leaves=state.components.shape.leaves,
             learning_rate=state.config.learning_rate,
             frozen=read_flags(state.recording),
             created=list(self._created),
@@ -330,8 +322,10 @@ class Checkpoints:
             self._folder.mkdir(exist_ok=True)
             engine.mkdir(exist_ok=True)
             self._remove_files(step)
-            if self.statistics.checkpoint is not None:
-                self.statistics.checkpoint.write(str(self._name_statistics(self._folder, step)))
+            if self.parts.values:
+                self.parts.take()
+                prefix = self._name_statistics(self._folder, step)
+                _make_parts_checkpoint(self.parts).write(str(prefix))
         write_position = functools.partial(
             self.position.write, position, record, engine / f"input-{step}"
         )
@@ -421,10 +415,6 @@ class Checkpoints:
         if with_input and self._cluster.task.chief:
             sweep(self._folder)
         self._set_initial_generators(record)
-        if with_input and self._state.config.logical_replicas is None:
-            fold_in_replica_id(
-                self._state.recording.generators, self._state.strategy, self._cluster.task
-            )
         if record is not None:
             self._finish_restoring(folder, record, with_input)
         return record
@@ -442,7 +432,9 @@ class Checkpoints:
         created = generators.initial_states
         generators.initial_states = [np.array(state) for state in record.generators]
         is_known = all(map(np.array_equal, created, generators.initial_states))
-        if not is_known and not has_states_after(self._state.components, record.step):
+        if is_known or record.logical_replicas is None:
+            return
+        if not has_states_after(self._state.components, record.step, record.logical_replicas):
             self._console.warn(
                 f"the checkpoint of step {record.step}: the random generators in its record do not "
                 "fit those in its variables, so training may continue with other random numbers; "
@@ -509,12 +501,12 @@ class Checkpoints:
     def _finish_restoring(self, folder: Path, record: Record, with_input: bool) -> None:
         """Checks the restored weights; if training resumes, prepares the folder for it.
 
-        Restores the values that differ between replicas, and removes files left by a kill.
+        Restores the parts of the replicas, and removes files left by a kill.
         """
         self._check_restored(record, with_input)
         if not with_input:
             return
-        self._restore_statistics(folder, record)
+        self._restore_parts(folder, record)
         if folder != self._folder:
             self._console.say(f"fork: continues from {relative_path(folder)}, step {record.step}.")
         if self._cluster.task.chief:
@@ -607,39 +599,45 @@ class Checkpoints:
         )
 
     def _check_generators(self, record: Record) -> None:
-        """Checks that a record has the states of all generators, if logical replicas need them.
+        """Checks that a record has the states of all generators.
+
+        Records of engine 2.0 or older have none, unless the run had logical replicas.
 
         Raises:
             Damaged: the number of states, or their shapes, differ.
         """
-        if record.logical_replicas is None:
+        if record.logical_replicas is None and not record.generators:
             return
         generators = self._state.components.generators.variables
         shapes = [tuple(generator.shape) for generator in generators]
         if [np.shape(state) for state in record.generators] != shapes:
             raise Damaged("the states of its random generators are not those of the model")
 
-    def _restore_statistics(self, folder: Path, record: Record) -> None:
-        """Restores the values that differ between replicas.
+    def _restore_parts(self, folder: Path, record: Record) -> None:
+        """Restores the parts of the sums of training metrics that each replica had.
 
-        If the number of replicas has changed, every replica continues with the mean over the former
-        replicas. The same happens, with a warning, if the file cannot be read. Results then differ
-        only by rounding, because only the order of a summation changes.
+        If the number of replicas has changed, or if the file cannot be read, each replica continues
+        with an equal part. The printed metrics may then differ by rounding.
         """
-        statistics = self.statistics
         is_same_number = record.replicas == self._state.components.shape.replicas
         has_same_variables = record.created == list(self._created)
-        if statistics.checkpoint is None or not is_same_number or not has_same_variables:
+        is_readable = record.leaves is not None  # engine 2.0 wrote other values
+        if not (self.parts.values and is_same_number and has_same_variables and is_readable):
             return
         prefix = self._name_statistics(folder, record.step)
         try:
-            statistics.checkpoint.read(str(prefix))
-            statistics.copies.put_back()
+            _make_parts_checkpoint(self.parts).read(str(prefix))
+            self.parts.put_back()
         except UNREADABLE:
             self._console.warn(
-                f"{relative_path(prefix)} cannot be read: each replica's statistics continue "
-                "from their mean, so weights may differ by rounding."
+                f"{relative_path(prefix)} cannot be read: the training metrics of the current "
+                "period may differ by rounding."
             )
+
+
+def _make_parts_checkpoint(parts: ReplicaCopies) -> tf.train.Checkpoint:
+    """Returns a checkpoint of the values copied on this process."""
+    return tf.train.Checkpoint(own=parts.values)
 
 
 def _is_known_nonfinite(folder: Path, step: int) -> bool:

@@ -87,7 +87,7 @@ class InputPosition:
             batches_read_at_once = data.unit
         shares_of_whole_elements = 0
         if not data.shape.by_rows:
-            shares_of_whole_elements = data.shape.shares
+            shares_of_whole_elements = data.shape.leaves
         return {
             "batch_size": config.batch_size,
             "last_batch": config.last_batch,

@@ -68,7 +68,9 @@ class Record:
         sizes: the result of ``measure_files``; empty in a record of engine 1.0
         logical_replicas: the setting ``logical_replicas``
         intra_op_threads: the number of threads of an op; None if the run does not fix it
-        generators: the initial states of random generators; empty without logical replicas
+        generators: the initial states of random generators; empty in a record of engine 2.0 or
+            older without logical replicas
+        leaves: the number of leaves of a batch; None in a record of engine 2.0 or older
         run_id: a random string that all checkpoints of a run have in common, and that no other run
             has; empty in the records of a run that engine 2.0 or older began
         is_finite: whether the weights were finite, see ``FiniteVariables``; None if they were not
@@ -107,6 +109,7 @@ class Record:
     kernel_variables: dict[str, str] | None = None
     digests: dict[str, str] = dataclasses.field(default_factory=dict)
     set_order: int | None = None
+    leaves: int | None = None
     format: int = FORMAT
     engine: str = __version__
 
@@ -278,7 +281,9 @@ def read_record(folder: Path, step: int) -> Record:
 
 def _check_ranges(record: Record) -> None:
     """Checks the numbers of a record; raises a ValueError if one of them is impossible."""
-    counts = [record.replicas, record.logical_replicas, record.intra_op_threads]
+    counts = [
+        record.replicas, record.logical_replicas, record.intra_op_threads, record.leaves,
+    ]  # fmt: skip
     if not all(1 <= count <= LARGEST for count in counts if count is not None):
         raise ValueError("a number is out of range")
     if not 0 < record.learning_rate < math.inf:

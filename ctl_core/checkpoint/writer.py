@@ -253,7 +253,8 @@ class Divergence:
             f"after step {step}, {self._names[differs.any(axis=0).argmax()]} differs between "
             f"replicas 0 and {differs.any(axis=1).argmax()}: a hook or an assignment used a "
             "value that differs between replicas, such as output or batch; pass it through "
-            "all_reduce first."
+            "all_reduce first, or let the model assign it to a variable with the aggregation MEAN "
+            "or SUM."
         )
 
 

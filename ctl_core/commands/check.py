@@ -124,8 +124,7 @@ def _check_alone(callbacks: Callbacks, config: Config) -> State:
         # This comparison has no logical replicas, because with them a value may have the same bits
         # on any number of devices although it is not a sum over the examples.
         plain_config = dataclasses.replace(config, logical_replicas=None)
-        is_logical = config.logical_replicas is not None
-        compare_devices(hooks, plain_config, console, state.data.shape.by_rows, is_logical)
+        compare_devices(hooks, plain_config, console, state.data.shape.by_rows)
         compare_bits(hooks, config, console)
         console.print(f"check: all well, {time.monotonic() - start:.1f} s")
     return state

@@ -25,7 +25,6 @@ from ctl_core.commands.observation import ExtraLossHook, NoisySteps, Observer
 from ctl_core.evaluation.sets import EvaluationSet
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.model.state import State
-from ctl_core.model.summed_variables import refuse_uses_of_parts
 from ctl_core.numerics.rounding import round_coarsely
 from ctl_core.run.errors import CtlError, RunError, SetupError, format_error
 from ctl_core.run.settings import Config
@@ -35,9 +34,7 @@ from ctl_core.session.run import Run, open_session
 DEVICES = 3
 
 
-def compare_devices(
-    hooks: Hooks, config: Config, console: CheckConsole, by_rows: bool, is_logical: bool = False
-) -> None:
+def compare_devices(hooks: Hooks, config: Config, console: CheckConsole, by_rows: bool) -> None:
     """Compares a step and an evaluation on one device and on three.
 
     In the evaluation, one of the three devices has no rows. With ``accumulate_steps``, one device
@@ -50,7 +47,6 @@ def compare_devices(
         console: prints a summary of the comparison, and the differences
         by_rows: whether the share of a replica consists of rows of a batch, rather than of elements
             of the dataset
-        is_logical: whether the run itself has logical replicas
 
     Raises:
         SetupError: a value differs; all differences were printed, the most probable cause first.
@@ -72,8 +68,6 @@ def compare_devices(
             problems.append(format_error(error))
             continue
         if not problems:
-            if not is_logical:
-                comparison.refuse_uses_of_parts()
             comparison.report()
             return
         uneven = describe_problem(sizes[0], problems[0])
@@ -137,14 +131,6 @@ class Comparison:
         self._in_micro_batches = None
         if micro_batches > 1:
             self._in_micro_batches = self._measure_on(1, micro_batches=micro_batches)
-
-    def refuse_uses_of_parts(self) -> None:
-        """Rejects a step or an evaluation on several devices that uses a part of a sum.
-
-        Raises:
-            SetupError: the step reads a variable with the aggregation SUM.
-        """
-        refuse_uses_of_parts(self._on_three.state, self._on_three.graph)
 
     def report(self) -> None:
         """Prints a summary of the comparison, and all differences.

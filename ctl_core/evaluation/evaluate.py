@@ -20,9 +20,10 @@ from ctl_core.evaluation.step import define_run_steps
 from ctl_core.hooks.recording import Recording, read_flags
 from ctl_core.model.components import Components
 from ctl_core.model.copies import ReplicaCopies
+from ctl_core.model.leaves import describe_written
 from ctl_core.model.logical_limits import refuse_states
 from ctl_core.model.metrics import read_results
-from ctl_core.numerics.variables import unwrap
+from ctl_core.numerics.variables import is_summed, unwrap
 from ctl_core.run.settings import Config
 from ctl_core.schedule import StepsPerCall
 
@@ -87,19 +88,16 @@ class Evaluation:
         for evaluation_set in self.sets.values():
             evaluation_set.exchanges = False
             evaluation_set.written = []
-            is_logical = self._components.shape.logical_replicas is not None
-            if is_logical:
+            evaluation_set.drawn = set()
+            shape = self._components.shape
+            if shape.logical_replicas is not None:
                 refuse_states(self._components.hooks.create_metrics, evaluation_set.metrics)
             graph = self._trace_set(evaluation_set)
-            # Only the traced graph shows which variables besides metrics are written. Every logical
-            # replica must start with the same values of these variables, so the new graph resets
-            # them.
-            if is_logical:
-                generators = set(map(id, self._components.generators.variables))
-                written = self._list_written(graph)
-                evaluation_set.written = [v for v in written if id(v) not in generators]
-                if evaluation_set.written:
-                    graph = self._trace_set(evaluation_set)
+            # Only the traced graph shows which variables besides metrics are written, and which
+            # generators are drawn from. The new graph combines what leaves write, and sets the
+            # states of the generators for each leaf.
+            if shape.has_evaluation_leaves and self._note_written(evaluation_set, graph):
+                graph = self._trace_set(evaluation_set)
             # Only the traced graph shows whether hooks or layers exchange values between replicas.
             # If they do, every step must check first that each process has a batch.
             if _has_collectives(graph):
@@ -119,6 +117,28 @@ class Evaluation:
             for evaluation_set in self.sets.values()
             if evaluation_set.run_steps is not None
         ]
+
+    def _note_written(self, evaluation_set: EvaluationSet, graph: FunctionGraph) -> bool:
+        """Notes which variables leaves write, and which random generators they draw from.
+
+        Returns:
+            True if there are any.
+        """
+        shape = self._components.shape
+        generators = set(map(id, self._components.generators.variables))
+        divided = set()
+        for variable in self.list_passing_variables():
+            # A metric that was created in create_model has the same value on all replicas.
+            if is_summed(variable) or shape.logical_replicas is not None:
+                divided.add(id(variable))
+        written = []
+        for variable in self._recording.find_written(graph, self._components.strategy):
+            if id(variable) in generators:
+                evaluation_set.drawn.add(id(variable))
+            elif id(variable) not in divided:
+                written.append(variable)
+        evaluation_set.written = describe_written(self._recording, written)
+        return bool(evaluation_set.written or evaluation_set.drawn)
 
     def _copy_written_variables(self, graph: FunctionGraph) -> ReplicaCopies:
         """Creates copies of the variables that an evaluation writes and that training reads.

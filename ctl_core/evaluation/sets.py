@@ -16,7 +16,7 @@ from ctl_core.input.caches import refuse_unfinished_caches, warn_of_old_caches
 from ctl_core.input.prefetch import read_ahead
 from ctl_core.input.readers import open_reader
 from ctl_core.input.sharing import may_have_rows, reject_elements
-from ctl_core.model.components import Components
+from ctl_core.model.components import Components, WrittenVariable
 from ctl_core.model.copies import ReplicaCopies
 from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.run.listeners import FILE, RESERVED
@@ -43,9 +43,10 @@ class EvaluationSet:
         run_steps: the graph function that evaluates batches, see ``define_run_steps``; None before
             it is traced
         copies: copies of the variables that the evaluation writes; None before it is traced
-        batches: the number of batches; None if there are no logical replicas
-        written: the variables that logical replicas write, except those of metrics and of random
-            generators
+        batches: the number of batches; None if there is only one leaf
+        written: the variables that several leaves write, except those of random generators, and of
+            metrics whose sums are divided among the replicas
+        drawn: the ids of the states of random generators from which leaves draw
         names: the names of the metrics' values; empty before the metrics are built
         is_weighted: whether ``eval_pre`` multiplies the loss by the sample weights of the batch
         weight: the sum of the absolute sample weights in the last evaluation; 0 if ``is_weighted``
@@ -61,7 +62,8 @@ class EvaluationSet:
     run_steps: GraphFunction | None = None
     copies: ReplicaCopies | None = None
     batches: keras.metrics.Metric | None = None
-    written: list[tf.Variable] = dataclasses.field(default_factory=list)
+    written: list[WrittenVariable] = dataclasses.field(default_factory=list)
+    drawn: set[int] = dataclasses.field(default_factory=set)
     names: list[str] = dataclasses.field(default_factory=list)
     is_weighted: bool = False
     weight: float = 0.0
@@ -75,7 +77,7 @@ class EvaluationSet:
 
     @property
     def sums(self) -> list[keras.Metric]:
-        """The metrics and sums to which logical replicas add their results."""
+        """The metrics and sums to which leaves add their results."""
         return [*self.metrics.values(), self.total, self.examples]
 
 
@@ -166,7 +168,7 @@ class EvaluationData:
         if problem is not None:
             raise create_metrics.reject(problem)
         batches = None
-        if self._components.shape.logical_replicas is not None:
+        if self._components.shape.has_evaluation_leaves:
             batches = keras.metrics.Sum("batches", dtype="int64")
         return EvaluationSet(make, dataset.element_spec, metrics, total, examples, batches=batches)
 

@@ -31,11 +31,12 @@ from ctl_core.input.batches import (
 )
 from ctl_core.model.components import Components, ForwardContext, TraceContext
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
+from ctl_core.model.generator_states import EVALUATION, GeneratorStates
 from ctl_core.model.leaf_sum import DeviceResult, LeafResult, LeafSum
+from ctl_core.model.leaves import LeafVariables, list_parts, weigh_leaf
 from ctl_core.model.logical_exchange import get_device_number
-from ctl_core.model.logical_replicas import EVALUATION, GeneratorStates
 from ctl_core.model.metrics import update_if, update_metrics
-from ctl_core.numerics.variables import unwrap
+from ctl_core.numerics.reduction import sum_over_replicas
 from ctl_core.types import Batch, Count, Gradient, GraphFunction, PerReplica, Structure
 
 
@@ -162,7 +163,32 @@ class EvaluationStep:
         strategy = self._components.strategy
         first = find_first_replica(strategy)
         shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
-        strategy.run(self._add_share, args=(distribute_shares(strategy, shares),))
+        variables = LeafVariables(self._set.written, takes_first=True)
+        examples = self._count_rows(batch)
+
+        def add(share: Share) -> None:
+            before = variables.read()
+            if self._set.drawn:
+                self._derive_states().assign(share.leaf)
+            self._add_share(share)
+            if self._set.drawn:
+                assert self._set.batches is not None
+                self._set.batches.update_state(1)
+            weight = weigh_leaf(share, examples, self._components.shape.evaluation_leaves)
+            changes = variables.find_changes(before, share, weight)
+            totals = sum_over_replicas(changes, self._components.shape.replicas)
+            variables.apply_changes(before, totals)
+
+        strategy.run(add, args=(distribute_shares(strategy, shares),))
+
+    def _derive_states(self) -> GeneratorStates:
+        """Returns the states of the random generators for the next batch, on one device."""
+        components = self._components
+        assert self._set.batches is not None
+        number = self._set.batches.result()
+        step = components.step_variable.read_value()
+        leaves = components.shape.evaluation_leaves
+        return GeneratorStates(components, EVALUATION, step, number, leaves, self._set.drawn)
 
     def _add_logical_replicas(self, batch: Batch) -> None:
         """Adds the results of all logical replicas.
@@ -171,17 +197,17 @@ class EvaluationStep:
         """
         components = self._components
         strategy = components.strategy
-        leaf_sum = LeafSum(components.shape.shares, components.shape.replicas)
-        sums = [unwrap(variable) for metric in self._set.sums for variable in metric.variables]
+        leaf_sum = LeafSum(components.shape.leaves, components.shape.replicas)
+        written = [*self._set.written, *list_parts(self._set.sums)]
+        variables = LeafVariables(written, takes_first=True)
 
         def run_device(batch: Batch) -> tuple[DeviceResult, list[tf.Tensor]]:
-            device = get_device_number()
-            before = [variable.read_value() for variable in sums]
-            return leaf_sum.add_up_device(device, self._define_leaf(batch, sums)), before
+            before = variables.read()
+            leaf = self._define_leaf(batch, variables, before)
+            return leaf_sum.add_up_device(get_device_number(), leaf), before
 
         def finish(before: list[tf.Tensor], totals: list[tf.Tensor]) -> None:
-            for variable, value, total in zip(sums, before, totals, strict=True):
-                variable.assign(value + total)
+            variables.apply_changes(before, totals)
             assert self._set.batches is not None
             self._set.batches.update_state(1)
 
@@ -194,38 +220,35 @@ class EvaluationStep:
         strategy.run(finish, args=(before, totals))
 
     def _define_leaf(
-        self, batch: Batch, sums: list[tf.Variable]
+        self, batch: Batch, variables: LeafVariables, before: list[tf.Tensor]
     ) -> Callable[[tf.Tensor], LeafResult]:
         """Returns a function that evaluates a logical replica's share of a batch on a device.
 
         Args:
             batch: the global batch
-            sums: the variables of metrics, which are set to 0 before each logical replica
+            variables: the variables that a logical replica writes, and those of metrics
+            before: the values of the variables before the batch
         """
-        components = self._components
-        leaves = components.shape.shares
-        written = self._set.written
-        values_before = [variable.read_value() for variable in written]
-        assert self._set.batches is not None
-        number = self._set.batches.result()
-        step = components.step_variable.read_value()
-        states = GeneratorStates(components, EVALUATION, step, number)
+        leaves = self._components.shape.leaves
+        states = self._derive_states()
 
         def compute(index: tf.Tensor) -> LeafResult:
             with enter_logical_replica(index, leaves):
                 states.assign(index)
-                for variable in sums:
-                    variable.assign(tf.zeros_like(variable))
-                for variable, value in zip(written, values_before, strict=True):
-                    variable.assign(value)
+                variables.begin_leaf(before)
                 share = self._take_share(batch, index)
                 self._add_share(share)
-                results: list[Gradient] = [variable.read_value() for variable in sums]
-                for variable, value in zip(written, values_before, strict=True):
-                    variable.assign(value)
-            return LeafResult(results, [], [])
+                weight = weigh_leaf(share, self._count_rows(batch), leaves)
+                changes: list[Gradient] = [*variables.find_changes(before, share, weight)]
+            return LeafResult(changes, [], [])
 
         return compute
+
+    def _count_rows(self, batch: Batch) -> Count:
+        """Returns the number of rows of a batch; 1 if the batch is the share of one replica."""
+        if not self._components.shape.by_rows:
+            return 1
+        return count_rows(batch)
 
     def _take_share(self, batch: Batch, replica: Count) -> Share:
         """Returns the share of a replica.
@@ -234,11 +257,11 @@ class EvaluationStep:
         other replicas have no rows.
         """
         shape = self._components.shape
-        replicas = shape.logical_replicas or shape.replicas
+        replicas = shape.evaluation_leaves
         if shape.by_rows or replicas == 1:
-            return take_share(batch, count_rows(batch), replica, replicas, replicas)
+            return take_share(batch, count_rows(batch), replica, replicas)
         is_first = tf.equal(replica, 0)
-        return Share(batch, rows=tf.cast(is_first, tf.int32), present=is_first)
+        return Share(batch, rows=tf.cast(is_first, tf.int32), present=is_first, leaf=replica)
 
     def _add_share(self, share: Share) -> None:
         """Adds the share of one replica, on that replica."""

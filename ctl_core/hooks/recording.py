@@ -32,6 +32,9 @@ from ctl_core.types import Model, Trackable, Variable
 # The layers that were created while callbacks.py was imported.
 IMPORTED: list[weakref.ref[Any]] = []
 
+# The hooks that return metrics.
+_METRIC_HOOKS = ("create_train_metrics", "create_metrics")
+
 # A layer or variable, both of which have an attribute ``trainable`` that can be set.
 Freezable: TypeAlias = keras.Layer | Variable
 
@@ -87,21 +90,22 @@ def drop_discarded(objects: list[LateObject]) -> list[LateObject]:
 class Recording:
     """Records the variables, layers and random generators that are created, in order of creation.
 
+    A variable is created with one value for all replicas, and each replica writes it without
+    communication, whatever its aggregation: the engine itself combines what replicas write.
+
     Attributes:
-        summed: the ids of the variables that were created with the aggregation SUM, so that their
-            values are summed over the replicas
+        aggregations: the aggregations with which variables were to be created, by id
     """
 
-    def __init__(self, unifies: bool = False) -> None:
+    def __init__(self, divides_metrics: bool = True) -> None:
         """Prepares a recording.
 
         Args:
-            unifies: whether every variable is created with a single value for all replicas and is
-                written without communication between replicas. This includes variables that would
-                otherwise be summed over the replicas.
+            divides_metrics: whether the metrics that hooks return keep the aggregation SUM, so that
+                each replica has its own part of their sums
         """
-        self.summed: set[int] = set()
-        self._unifies = unifies
+        self.aggregations: dict[int, tf.VariableAggregation] = {}
+        self._divides_metrics = divides_metrics
         self._variables: list[tuple[str, weakref.ref[Any]]] = []
         self._layers: list[weakref.ref[Any]] = []
         self._known: set[int] = set()
@@ -196,13 +200,16 @@ class Recording:
     @contextlib.contextmanager
     def _listen(self) -> Iterator[None]:
         def create(make: Callable[..., tf.Variable], **values: Any) -> tf.Variable:
-            adds_up = values.get("aggregation") == tf.VariableAggregation.SUM
-            if self._unifies:
+            aggregation = values.get("aggregation") or tf.VariableAggregation.NONE
+            is_divided = self._divides_metrics and self._hook in _METRIC_HOOKS
+            if not is_divided:
+                is_on_read = values.get("synchronization") == tf.VariableSynchronization.ON_READ
+                if is_on_read and values.get("trainable") is None:
+                    values["trainable"] = False  # as TensorFlow chooses for ON_READ
                 values["synchronization"] = tf.VariableSynchronization.AUTO
                 values["aggregation"] = tf.VariableAggregation.NONE
             variable = make(**values)
-            if adds_up:
-                self.summed.add(id(variable))
+            self.aggregations[id(variable)] = aggregation
             self.add(variable)
             return variable
 
@@ -231,7 +238,7 @@ class Recording:
     def _drop(self, identity: int) -> None:
         # Forget the id, because another object may get the same id.
         self._known.discard(identity)
-        self.summed.discard(identity)
+        self.aggregations.pop(identity, None)
 
     def add_model(self, hook: str, model: Model) -> None:
         """Records the layers and variables of a Keras model.

@@ -1,9 +1,10 @@
-"""Cuts a global batch into shares. A share contains the rows of one replica in one micro-batch.
+"""Divides a global batch into leaves. A leaf is a part of the batch that is computed alone.
 
-With N replicas and A micro-batches, a global batch has N x A shares. Their numbers of rows differ
-by at most one. Therefore, a batch size that is not divisible by N x A, a smaller last batch, and a
-resume on another number of devices need no special treatment: the result of a run depends only on
-the data, the seed and the global batch size.
+Each leaf has its own rows, its own random numbers and its own batch statistics. With N replicas and
+A micro-batches, a global batch has N x A leaves. Their numbers of rows differ by at most one.
+Therefore, a batch size that is not divisible by N x A, a smaller last batch, and a resume on
+another number of devices need no special treatment: the result of a run depends only on the data,
+the seed, the global batch size and the number of leaves.
 """
 
 import dataclasses
@@ -18,16 +19,19 @@ from ctl_core.types import AnyTensor, AnyTensorSpec, Batch, BatchSpec, Count, Pe
 
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
-    """The sizes that determine how a global batch is divided into shares.
+    """The sizes that determine how a global batch is divided into leaves.
+
+    Each replica computes A leaves, one after another. All replicas compute one leaf at the same
+    time, in a round; the index of a round is that of a micro-batch.
 
     Attributes:
         batch: the number of examples in a global batch, B
         replicas: the number of replicas in all processes, N
         accumulate_steps: the number of micro-batches, A
-        by_rows: True if a share consists of rows of the global batch; False if a share is a whole
-            element of the dataset, see sharing.py
+        by_rows: True if a leaf has rows of the global batch; False if a leaf has a whole element of
+            the dataset, see sharing.py
         logical_replicas: the number of logical replicas, V; None if they are not used. If they are
-            used, each logical replica has one share, and N and A do not affect the shares
+            used, each logical replica is a leaf, and N and A do not affect the leaves
         element_spec: the specification of the elements of the dataset if ``by_rows`` is False;
             otherwise None
     """
@@ -40,16 +44,58 @@ class BatchShape:
     element_spec: BatchSpec | None = None
 
     @property
-    def shares(self) -> int:
-        """The number of shares in a global batch: N x A, or V."""
+    def leaves(self) -> int:
+        """The number of leaves of a global batch: N x A, or V."""
         if self.logical_replicas is not None:
             return self.logical_replicas
         return self.replicas * self.accumulate_steps
 
     @property
+    def has_several_leaves(self) -> bool:
+        """True if random states are set for each leaf, and what leaves write is combined.
+
+        True for logical replicas even if there is only one, because a run keeps their number.
+        """
+        return self.leaves > 1 or self.logical_replicas is not None
+
+    @property
+    def has_evaluation_leaves(self) -> bool:
+        """Like ``has_several_leaves``, for an evaluation."""
+        return self.evaluation_leaves > 1 or self.logical_replicas is not None
+
+    @property
+    def evaluation_leaves(self) -> int:
+        """The number of leaves of a batch in an evaluation, which has no micro-batches: N, or V."""
+        if self.logical_replicas is not None:
+            return self.logical_replicas
+        return self.replicas
+
+    @property
     def per_replica(self) -> int:
-        """The global batch size divided by the number of shares, rounded down, but at least 1."""
-        return max(1, self.batch // self.shares)
+        """The global batch size divided by the number of leaves, rounded down, but at least 1."""
+        return max(1, self.batch // self.leaves)
+
+    def find_leaf(self, replica: Count, micro_batch: Count) -> Count:
+        """Returns the index of the leaf that a replica computes in a round.
+
+        The leaves of a replica are contiguous rows of the batch. If a leaf is an element of the
+        dataset, the elements are used in the order in which they are read.
+        """
+        if self.by_rows:
+            return replica * self.accumulate_steps + micro_batch
+        return micro_batch * self.replicas + replica
+
+    def count_rows_of_round(self, micro_batch: Count, examples: Count) -> tf.Tensor:
+        """Returns the number of rows of all replicas in a round, an int32 scalar.
+
+        Args:
+            micro_batch: the index of the round
+            examples: the number of examples in the batch
+        """
+        longer_leaves = examples % self.leaves - micro_batch + self.accumulate_steps - 1
+        longer_leaves = tf.maximum(longer_leaves, 0) // self.accumulate_steps
+        rows: tf.Tensor = self.replicas * (examples // self.leaves) + longer_leaves
+        return rows
 
     def count_rows_of(
         self, replica: Count, examples: Count
@@ -62,22 +108,16 @@ class BatchShape:
             replica: the index of the replica among the replicas of all processes
             examples: the number of examples in the batch
         """
-        if isinstance(examples, int) and examples % self.shares == 0:
+        if isinstance(examples, int) and examples % self.leaves == 0:
             return None, None
-        rows_of_each = examples // self.shares
-        remainder = examples % self.shares
-        larger_shares = tf.maximum(remainder - replica + self.replicas - 1, 0) // self.replicas
-        rows = self.accumulate_steps * rows_of_each + larger_shares
+        first = self.count_rows_before(replica, examples)
+        rows = self.count_rows_before(replica + 1, examples) - first
         return rows, rows > 0
 
     def count_rows_before(self, replica: Count, examples: Count) -> tf.Tensor:
         """Returns the number of rows of all replicas with an index below ``replica``, an int32."""
-        replica = tf.cast(replica, tf.int32)
-        replicas = tf.range(self.replicas)
-        rows, _ = self.count_rows_of(replicas, examples)
-        if rows is None:
-            return replica * (examples // self.replicas)
-        return tf.reduce_sum(tf.where(replicas < replica, tf.cast(rows, tf.int32), 0))
+        first_leaf = tf.cast(replica, tf.int32) * self.accumulate_steps
+        return find_start(first_leaf, examples, self.leaves)
 
 
 class ShareWeight(NamedTuple):
@@ -93,16 +133,17 @@ class ShareWeight(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The rows of one replica in a micro-batch.
+    """The rows of a leaf.
 
     Attributes:
-        batch: the rows. If the share is empty, this is a placeholder: an existing row of the batch,
+        batch: the rows. If the leaf has none, this is a placeholder: an existing row of the batch,
             which does not affect any result
-        rows: the number of rows, an int32 scalar; None if all shares have the same number of rows
-        present: whether the share has any rows, a bool scalar; None if every share has rows
-        together: the total number of rows of all replicas in the micro-batch, an int32 scalar; None
-            if all replicas have the same number of rows, or if replica 0 has all rows
-        weight: the weight of the share; None if it is not computed before the forward pass
+        rows: the number of rows, an int32 scalar; None if all leaves have the same number of rows
+        present: whether the leaf has any rows, a bool scalar; None if every leaf has rows
+        together: the total number of rows of all leaves that are computed at the same time, an
+            int32 scalar; None if all leaves have the same number of rows, or if leaf 0 has all rows
+        weight: the weight of the leaf; None if it is not computed before the forward pass
+        leaf: the index of the leaf, an int or an int32 scalar
     """
 
     batch: Batch
@@ -110,69 +151,83 @@ class Share(NamedTuple):
     present: tf.Tensor | None = None
     together: tf.Tensor | None = None
     weight: ShareWeight | None = None
+    leaf: Count = 0
 
 
-def find_start(share: Count, examples: Count, shares: int) -> tf.Tensor:
-    """Returns the index of the first row of a share. Larger shares come before smaller ones."""
-    return share * (examples // shares) + tf.minimum(share, examples % shares)
+def find_start(leaf: Count, examples: Count, leaves: int) -> tf.Tensor:
+    """Returns the index of the first row of a leaf. Larger leaves come before smaller ones."""
+    return leaf * (examples // leaves) + tf.minimum(leaf, examples % leaves)
 
 
-def find_rows(device_shares: range, examples: Count, shares: int) -> tuple[Count, Count]:
+def find_rows(device_leaves: range, examples: Count, leaves: int) -> tuple[Count, Count]:
     """Returns the index of the first row of a device, and the number of rows of the device.
 
     If the number of examples varies, a device without rows gets the last row as a placeholder.
 
     Args:
-        device_shares: the indices of the shares that belong to the device
+        device_leaves: the indices of the leaves that belong to the device
         examples: the number of examples, an int if it is fixed, otherwise an int32 tensor
-        shares: the total number of shares on all devices
+        leaves: the total number of leaves on all devices
     """
     first: Count
     end: Count
     if isinstance(examples, int):
         first, end = (
-            share * (examples // shares) + min(share, examples % shares)
-            for share in (device_shares.start, device_shares.stop)
+            leaf * (examples // leaves) + min(leaf, examples % leaves)
+            for leaf in (device_leaves.start, device_leaves.stop)
         )
         return first, end - first
-    first = tf.minimum(find_start(device_shares.start, examples, shares), examples - 1)
-    end = tf.maximum(find_start(device_shares.stop, examples, shares), first + 1)
+    first = tf.minimum(find_start(device_leaves.start, examples, leaves), examples - 1)
+    end = tf.maximum(find_start(device_leaves.stop, examples, leaves), first + 1)
     return first, end - first
 
 
+def leaf_may_lack_rows(examples: Count, leaves: int) -> bool:
+    """Returns whether a leaf may have no rows, which is known while a graph is traced.
+
+    Args:
+        examples: the number of examples in the batch, an int if it is fixed
+        leaves: the number of leaves
+    """
+    if leaves == 1:
+        return False
+    return not isinstance(examples, int) or examples < leaves
+
+
 def take_share(
-    batch: Batch,
-    examples: Count,
-    index: Count,
-    shares: int,
-    replicas: int,
+    batch: Batch, examples: Count, leaf: Count, leaves: int, first_row: Count = 0
 ) -> Share:
-    """Returns the rows of a share.
+    """Returns the rows of a leaf.
+
+    A leaf without rows gets the last row of the global batch as a placeholder. It then writes the
+    same values to variables as the last leaf with rows.
 
     Args:
         batch: a structure of tensors; each tensor has one row per example, or is a scalar
-        examples: the number of examples, an int if it is fixed, otherwise an int32 tensor
-        index: the index of the share, an int or an int32 tensor
-        shares: the number of shares in the global batch
-        replicas: the number of shares in a micro-batch
+        examples: the number of examples in the global batch, an int if it is fixed, otherwise an
+            int32 tensor
+        leaf: the index of the leaf, an int or an int32 tensor
+        leaves: the number of leaves in the global batch
+        first_row: the index of the first row of ``batch`` in the global batch
+
+    Returns:
+        The rows. If leaves differ in size, ``together`` is the number of examples.
     """
-    if shares == 1:
+    if leaves == 1:
         return Share(batch)
-    if isinstance(examples, int) and examples % shares == 0:
-        size: Count = examples // shares
-        return Share(take_batch_rows(batch, index * size, size))
-    first = find_start(index, examples, shares)
-    rows = find_start(index + 1, examples, shares) - first
-    micro_batch = index - index % replicas
-    end_of_micro_batch = find_start(micro_batch + replicas, examples, shares)
-    together = end_of_micro_batch - find_start(micro_batch, examples, shares)
+    if isinstance(examples, int) and examples % leaves == 0:
+        size: Count = examples // leaves
+        return Share(take_batch_rows(batch, leaf * size - first_row, size), leaf=leaf)
+    first = find_start(leaf, examples, leaves)
+    rows = find_start(leaf + 1, examples, leaves) - first
     size = rows
     present = None
-    if not isinstance(examples, int) or examples < shares:
+    if leaf_may_lack_rows(examples, leaves):
         present = rows > 0
         size = tf.maximum(rows, 1)
-        first = tf.minimum(first, examples - size)
-    return Share(take_batch_rows(batch, first, size), rows, present, together)
+        first = tf.minimum(first, examples - 1)
+    taken = take_batch_rows(batch, first - first_row, size)
+    return Share(taken, rows, present, tf.convert_to_tensor(examples), leaf=leaf)
 
 
 def pack_elements(elements: list[Batch]) -> tf.Tensor:
@@ -208,7 +263,7 @@ def unpack_element(row: tf.Tensor, spec: BatchSpec) -> Batch:
 
 def distribute_shares(strategy: tf.distribute.Strategy, shares: list[Share]) -> Share:
     """Combines the shares of this process's replicas into one share with per-replica values."""
-    fields: list[PerReplica | None] = []
+    fields: list[PerReplica] = []
     for values in zip(*shares, strict=True):
         if values[0] is None:
             fields.append(None)

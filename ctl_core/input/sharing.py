@@ -107,7 +107,7 @@ class Sharing(abc.ABC):
             spec: the specification of the elements of ``make_batches``
         """
         examples = self.find_fixed_size(spec) or 0
-        rows, remainder = divmod(examples, self.shape.shares)
+        rows, remainder = divmod(examples, self.shape.leaves)
         fixed_rows = None
         if rows > 0 and remainder == 0:
             fixed_rows = rows
@@ -139,11 +139,15 @@ class Sharing(abc.ABC):
             read: a function that draws an element of ``make_batches``
         """
         shape = self.shape
-        first = micro_batch * shape.replicas
-        return [
-            take_share(batch, examples, first + replica, shape.shares, shape.replicas)
-            for replica in replicas
-        ]
+        shares = []
+        for replica in replicas:
+            leaf = shape.find_leaf(replica, micro_batch)
+            share = take_share(batch, examples, leaf, shape.leaves)
+            if share.rows is not None:
+                together = shape.count_rows_of_round(micro_batch, examples)
+                share = share._replace(together=together)
+            shares.append(share)
+        return shares
 
 
 class JoinedRows(Sharing):
@@ -214,11 +218,11 @@ class ReadyShares(Sharing):
     def __init__(self, shape: BatchShape, keeps_last_batch: bool, count_examples: Hook) -> None:
         super().__init__(shape, keeps_last_batch, count_examples)
         self.per_replica_batch_size = shape.per_replica
-        self.elements_per_batch = shape.shares
+        self.elements_per_batch = shape.leaves
 
     def make_batches(self, dataset: tf.data.Dataset, is_endless: bool) -> tf.data.Dataset:
         """Returns a dataset of the shares of one pass."""
-        shares = self.shape.shares
+        shares = self.shape.leaves
 
         def is_full(*element: Batch) -> tf.Tensor:
             count = self._count_examples.trace(batch=_unpack(dataset, element))
@@ -273,7 +277,11 @@ class ReadyShares(Sharing):
 
         The shares of the replicas of other processes are read, too, but they are not used.
         """
-        shares = [Share(read()) for _ in range(self.shape.replicas)]
+        shape = self.shape
+        shares = [
+            Share(read(), leaf=shape.find_leaf(replica, micro_batch))
+            for replica in range(shape.replicas)
+        ]
         return [shares[replica] for replica in replicas]
 
 
@@ -306,15 +314,15 @@ def choose_sharing(
         if has_varying_widths(spec) and is_batch:
             return FixedBatches(shape, keeps_last_batch, hook), data
         return JoinedRows(shape, keeps_last_batch, hook), data
-    if shape.shares > 1:
+    if shape.leaves > 1:
         data = data_hooks.call(shape.per_replica, data.reader)
         element = data_hooks.read_first(data, shape.per_replica)
     examples = 0
     if element is not None:
         examples = read_count(hook, element) or 0
-    if examples * shape.shares != shape.batch:
+    if examples * shape.leaves != shape.batch:
         raise data.hook.reject(
-            f"returned elements of {examples} examples, expected {shape.batch} / {shape.shares}: "
+            f"returned elements of {examples} examples, expected {shape.batch} / {shape.leaves}: "
             "since count_examples does not count rows, each element is the share of one replica; "
             "batch by per_replica_batch_size."
         )

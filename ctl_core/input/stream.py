@@ -174,7 +174,7 @@ class Input:
 
     def _deal_to_logical_replicas(self, batch: Batch, examples: Count) -> Share:
         """Returns a share with the rows, or packed elements, of each device's logical replicas."""
-        leaves = self.shape.shares
+        leaves = self.shape.leaves
         rows: Count = leaves
         if self.shape.by_rows:
             rows = examples

@@ -1,20 +1,12 @@
-"""Averages moving statistics over the replicas, and weights over the steps.
-
-Each replica keeps the moving statistics of its own batches. Training does not read them, and they
-depend linearly on the statistics of the batches. It is therefore enough to average them before an
-evaluation or a checkpoint reads them: the result equals that of averaging after every step, and
-training steps cost nothing extra. Afterwards, each replica gets its own statistics back, because
-the result of a run must not depend on when the run was evaluated or saved.
-"""
+"""Finds moving statistics, and averages weights over the steps."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
-from ctl_core.cluster.exchange import reduce_by_dtype
-from ctl_core.model.copies import ReplicaCopies, define_copy, list_local_components
+from ctl_core.model.copies import define_copy, list_local_components
 from ctl_core.numerics.variables import unwrap
 from ctl_core.types import Variable
 
@@ -38,75 +30,6 @@ def has_own_statistics(layer: keras.Layer) -> bool:
     if not isinstance(layer, keras.layers.BatchNormalization):
         return False
     return bool(layer.trainable and not layer.synchronized)
-
-
-class MovingStatistics:
-    """Averages the moving statistics of a run's BatchNormalization layers over the replicas.
-
-    Attributes:
-        copies: copies of each replica's own values, which are restored after the averages were read
-    """
-
-    def __init__(
-        self,
-        layers: list[keras.Layer],
-        strategy: tf.distribute.Strategy,
-        others: Sequence[tf.Variable],
-    ) -> None:
-        """Prepares the averages. On a single replica, there is nothing to average or to copy.
-
-        Args:
-            layers: the layers of the run
-            strategy: the strategy whose replicas train
-            others: other variables that may differ between replicas, such as the states of random
-                generators: a replica that had no examples in a step has drawn fewer random numbers.
-                These variables are copied, but not averaged.
-        """
-        self._strategy = strategy
-        self._statistics: list[tf.Variable] = []
-        copied: dict[int, tf.Variable] = {}
-        if strategy.num_replicas_in_sync > 1:
-            self._statistics = find_moving_statistics(layers)
-            copied = {id(variable): variable for variable in (*self._statistics, *others)}
-        self.copies = ReplicaCopies(strategy, list(copied.values()))
-        self._average_on_replicas = tf.function(self._run_average, autograph=False)
-
-    def _run_average(self) -> None:
-        self._strategy.run(self._average_on_replica)
-
-    def _average_on_replica(self) -> None:
-        values = [statistic.read_value() for statistic in self._statistics]
-        context = tf.distribute.get_replica_context()
-        means = reduce_by_dtype(context, tf.distribute.ReduceOp.MEAN, values)
-        for statistic, mean in zip(self._statistics, means, strict=True):
-            statistic.assign(mean)
-
-    def average(self) -> None:
-        """Sets the statistics of each replica to their mean over all replicas.
-
-        In a cluster, every process has to call this method.
-        """
-        if self._statistics:
-            self._average_on_replicas()
-
-    @contextlib.contextmanager
-    def hold_averages(self) -> Iterator[None]:
-        """Sets the statistics to their means inside the context.
-
-        When the context ends, each replica gets its own statistics back.
-        """
-        with contextlib.ExitStack() as stack:
-            if self.copies.values:
-                stack.enter_context(self.copies.put_back_after())
-            self.average()
-            yield
-
-    @property
-    def checkpoint(self) -> tf.train.Checkpoint | None:
-        """A checkpoint of the values copied on this process; None if nothing is copied."""
-        if not self.copies.values:
-            return None
-        return tf.train.Checkpoint(own=self.copies.values)  # existing checkpoints contain this name
 
 
 class WeightAverage:

@@ -77,43 +77,43 @@ class CompilationChoice:
 NOT_CHOSEN = CompilationChoice(Compilation.NOTHING, "no step was taken")
 
 
+class Combination(enum.Enum):
+    """How the changes that all leaves make to a variable are combined into its change in a step."""
+
+    MEAN = enum.auto()  # the mean over the rows of the batch
+    SUM = enum.auto()
+    PART = enum.auto()  # each leaf begins with 0, and the values that all leaves end with are added
+    FIRST = enum.auto()  # the value that leaf 0 writes
+    EQUAL = enum.auto()  # all leaves have to write the same value
+
+
 @dataclasses.dataclass(frozen=True)
 class WrittenVariable:
     """A variable that the forward pass or the backward pass writes.
 
     Attributes:
         variable: the variable
-        max_stretch: for a moving statistic that each replica computes from its own rows, the
-            maximum factor by which its change in a step may be multiplied. With this factor, the
-            moving statistic becomes equal to the statistic of the batch. None for any other
-            variable.
-        is_shared: whether the variable has the same value on all replicas; otherwise, each replica
-            has its own value
+        combination: how the changes of all leaves are combined
     """
 
     variable: tf.Variable
-    max_stretch: float | None
-    is_shared: bool
-
-    @property
-    def is_moving_statistic(self) -> bool:
-        """True if each replica computes a moving statistic from its own rows."""
-        return self.max_stretch is not None
+    combination: Combination
 
 
 @dataclasses.dataclass
 class Generators:
-    """The random generators of a run with logical replicas.
+    """The random generators of a run.
 
     Attributes:
-        variables: the variables that contain the states of the generators; empty without logical
-            replicas
+        variables: the variables that contain the states of the generators
         initial_states: the values of the states at the beginning of the run; empty until the run
             has been built
+        drawn: the ids of the variables from which the forward pass or ``update_pre`` draws
     """
 
     variables: list[tf.Variable] = dataclasses.field(default_factory=list)
     initial_states: list[np.ndarray] = dataclasses.field(default_factory=list)
+    drawn: set[int] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Components(ForwardComponents):
         assign_rate: a function that assigns ``lr`` for a step; None without a schedule
         update_average: a function that updates the moving average of the weights; None without
             ``ema``
-        generators: the random generators, whose states are set for each logical replica
+        generators: the random generators, whose states are set for each leaf
         own_gradients: the lines that compute with gradient functions of the user, each with its
             hook; empty if the backward pass consists of TensorFlow's own gradients, which are
             linear

@@ -45,6 +45,7 @@ class ReplicaCopies:
 
     Attributes:
         values: the variables that contain the copies, one for each variable and replica
+        take: a function that copies the values
         put_back: a function that gives each replica the copied values back
     """
 
@@ -54,13 +55,13 @@ class ReplicaCopies:
             tf.Variable(component.read_value(), trainable=False, shape=component.shape)
             for component in components
         ]
-        self._take = define_copy(components, self.values)
+        self.take = define_copy(components, self.values)
         self.put_back = define_copy(self.values, components)
 
     @contextlib.contextmanager
     def put_back_after(self) -> Iterator[None]:
         """Copies the values, and restores them when the context ends."""
-        self._take()
+        self.take()
         try:
             yield
         finally:

@@ -18,13 +18,12 @@ import keras
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import find_offset_in_share, place_rows
-from ctl_core.cluster.exchange import decode_sum, encode_for_sum, reduce_by_dtype
 from ctl_core.cluster.replica_contexts import weigh_by_rows
 from ctl_core.compat import run_layers
 from ctl_core.hooks.defaults import note_weighted, uses_weights
 from ctl_core.hooks.hooks import Hook, convert, describe
 from ctl_core.hooks.results import Objective
-from ctl_core.input.batches import Share, ShareWeight, keep_rows_if
+from ctl_core.input.batches import Share, ShareWeight
 from ctl_core.model.components import (
     SINGLE_OBJECTIVE,
     Components,
@@ -36,7 +35,7 @@ from ctl_core.model.components import (
 )
 from ctl_core.model.metrics import update_train_metrics
 from ctl_core.numerics.constants import split_constants
-from ctl_core.numerics.reduction import Contribution, multiply, select, sum_over_replicas
+from ctl_core.numerics.reduction import Contribution, multiply, sum_over_replicas
 from ctl_core.numerics.variables import cast_to_float32, name_variable
 from ctl_core.run.console import warn
 from ctl_core.run.errors import CtlError, HookFailed, SetupError, make_line, read_frames
@@ -312,7 +311,7 @@ def compute_objectives(
     elif rows is not None:
         share_size = rows
     else:
-        share_size = examples / shape.shares
+        share_size = examples / shape.leaves
     with note_weighted() as sample_weights:
         returned = call_grad_pre(context, batch, output, loss)
     objectives = {}
@@ -420,6 +419,8 @@ def forward_backward(
         weight=weight,
         output=[split_constants(forward.output)] if "output" in kept else [],
         batch=[forward.batch] if "batch" in kept else [],
+        changes=[],
+        differences=[],
     )
     return contribution, variables
 
@@ -524,89 +525,3 @@ def fix_sparse_shape(gradient: Gradient, variable: Variable) -> Gradient:
         return gradient
     shape = tf.constant(tuple(variable.shape), gradient.indices.dtype)
     return tf.IndexedSlices(gradient.values, gradient.indices, shape)
-
-
-def read_written(components: Components) -> list[tf.Tensor]:
-    """Returns the current values of the variables that ``forward_backward`` writes."""
-    return [written.variable.read_value() for written in components.written]
-
-
-def settle_written(
-    components: Components,
-    contribution: Contribution,
-    before: list[tf.Tensor],
-    rows: tf.Tensor,
-    present: tf.Tensor | None,
-    together: tf.Tensor,
-) -> Contribution:
-    """Gives each example the same influence, although replicas have different numbers of rows.
-
-    The changes of moving statistics are scaled by the replica's number of rows. On a replica
-    without rows, the placeholder batch has no effect: shared variables get the values of the first
-    replica, and all other written variables keep the values that they had before.
-
-    Args:
-        components: the components of the step
-        contribution: the result of ``forward_backward``
-        before: the values of the written variables before ``forward_backward``, see
-            ``read_written``
-        rows: the number of rows of the replica, see ``batches.Share``
-        present: whether the replica has any rows, see ``batches.Share``
-        together: the number of rows of all replicas, see ``batches.Share``
-
-    Returns:
-        The contribution, without the rows of a placeholder batch.
-    """
-    _scale_changes(components, before, rows, together)
-    if present is None:
-        return contribution
-    _share_first_values(components, present)
-    return contribution._replace(
-        output=keep_rows_if(present, contribution.output),
-        batch=keep_rows_if(present, contribution.batch),
-    )
-
-
-def _scale_changes(
-    components: Components, before: list[tf.Tensor], rows: tf.Tensor, together: tf.Tensor
-) -> None:
-    """Scales the changes of moving statistics by the number of rows of this replica.
-
-    A moving statistic that each replica computes from its own rows is averaged over the replicas
-    later. If one of N replicas has r of all R rows, its change of the statistic is multiplied by N
-    r / R, so that every example has the same influence. On a replica without rows, no written
-    variable changes.
-
-    Args:
-        components: the components of the step
-        before: the values of the written variables before ``forward_backward``
-        rows: the number of rows of this replica
-        together: the number of rows of all replicas
-    """
-    ratio = tf.cast(components.shape.replicas * rows, tf.float32)
-    ratio = tf.math.divide_no_nan(ratio, tf.cast(together, tf.float32))
-    for written, value in zip(components.written, before, strict=True):
-        after = written.variable.read_value()
-        if written.max_stretch is not None:  # a moving statistic
-            stretch = tf.cast(tf.minimum(ratio, written.max_stretch), after.dtype)
-            has_mean_share = ratio == 1.0  # R / N rows: rounding must not change the statistic
-            scaled = value + stretch * (after - value)
-            after = tf.where(has_mean_share, after, scaled)
-        written.variable.assign(select(rows > 0, after, value))
-
-
-def _share_first_values(components: Components, present: tf.Tensor) -> None:
-    """Copies the first replica's shared variables to each replica without rows.
-
-    The first replica has rows if any replica has.
-    """
-    shared = [written.variable for written in components.written if written.is_shared]
-    if not shared:
-        return
-    context = tf.distribute.get_replica_context()
-    is_first = tf.equal(context.replica_id_in_sync_group, 0)
-    values = [keep_if(is_first, encode_for_sum(variable.read_value())) for variable in shared]
-    first_values = reduce_by_dtype(context, tf.distribute.ReduceOp.SUM, values)
-    for variable, first_value in zip(shared, first_values, strict=True):
-        value = variable.read_value()
-        variable.assign(select(present, value, decode_sum(first_value, value.dtype)))

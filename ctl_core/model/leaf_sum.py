@@ -21,9 +21,9 @@ from typing import NamedTuple, TypeAlias
 import tensorflow as tf
 
 from ctl_core.cluster.collectives import distribute, has_peers
-from ctl_core.cluster.exchange import encode_for_sum
 from ctl_core.input.batches import take_rows
 from ctl_core.model.logical_exchange import gather, gather_sparse
+from ctl_core.numerics.bits import are_all_equal
 from ctl_core.numerics.packing import BUCKET_BYTES, Packing, find_length
 from ctl_core.numerics.reduction import join, merge_rows
 from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
@@ -388,22 +388,3 @@ def make_empty(bucket: Bucket) -> Bucket:
     if isinstance(bucket, tf.IndexedSlices):
         return tf.IndexedSlices(bucket.values[:0], bucket.indices[:0], bucket.dense_shape)
     return tf.zeros([0], bucket.dtype)
-
-
-def are_all_equal(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns whether tensors have the same bits, as a bool scalar.
-
-    All NaN values are considered equal.
-    """
-    first, *others = map(read_bits, values)
-    return tf.reduce_all([tf.constant(True), *(tf.reduce_all(first == bits) for bits in others)])
-
-
-def read_bits(value: tf.Tensor) -> tf.Tensor:
-    """Returns the bits of a tensor as integers; every NaN becomes the same integer."""
-    encoded = encode_for_sum(value)
-    if not encoded.dtype.is_floating:
-        return encoded
-    nan = tf.constant(float("nan"), encoded.dtype)
-    encoded = tf.where(tf.math.is_nan(encoded), nan, encoded)
-    return tf.bitcast(encoded, tf.int64 if encoded.dtype == tf.float64 else tf.int32)

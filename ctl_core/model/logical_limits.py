@@ -41,18 +41,37 @@ def refuse_layers(hooks: Hooks, layers: Iterable[keras.Layer]) -> None:
         SetupError: there is such a layer; the message names the layer and gives the reason.
     """
     for layer in layers:
-        name = f"{type(layer).__name__} '{layer.name}'"
-        if getattr(layer, "stateful", False):
-            raise hooks.create_model.reject(
-                f"{name} is stateful: each row would have to stay on the same logical replica "
-                "in all steps; leave out stateful=True or logical_replicas."
-            )
         if getattr(layer, "synchronized", False):
             raise hooks.create_model.reject(
-                f"{name} is synchronized, which needs all replicas at the same time, but a "
+                f"{_name(layer)} is synchronized, which needs all replicas at the same time, but a "
                 "device computes logical replicas one after another; leave out one of the "
                 "two."
             )
+
+
+def refuse_stateful_layers(hooks: Hooks, layers: Iterable[keras.Layer], cure: str) -> None:
+    """Rejects recurrent layers that keep a state for each row, if a batch has several leaves.
+
+    Args:
+        hooks: the hooks of the run
+        layers: the layers of the run
+        cure: what to do so that there is a single leaf, for the error message
+
+    Raises:
+        SetupError: there is such a layer; the message names it.
+    """
+    for layer in layers:
+        if getattr(layer, "stateful", False):
+            raise hooks.create_model.reject(
+                f"{_name(layer)} is stateful: a row would need its state from the step before, "
+                f"which another part of the batch may have computed; leave out stateful=True, or "
+                f"{cure}."
+            )
+
+
+def _name(layer: keras.Layer) -> str:
+    """Returns the kind and the name of a layer, for error messages."""
+    return f"{type(layer).__name__} '{layer.name}'"
 
 
 def refuse_states(hook: Hook, metrics: Mapping[str, keras.Metric]) -> None:

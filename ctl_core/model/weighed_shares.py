@@ -13,9 +13,11 @@ from functools import partial
 
 import tensorflow as tf
 
+from ctl_core.cluster.collectives import replica_id
 from ctl_core.input.batches import Share, ShareWeight, pack_elements, unpack_element
 from ctl_core.model.components import StepContext
 from ctl_core.model.forward import weigh_share
+from ctl_core.model.generator_states import GeneratorStates
 from ctl_core.model.replicas import Replicas
 from ctl_core.numerics.reduction import sum_over_replicas
 from ctl_core.types import Batch, Count, PerReplica
@@ -31,12 +33,15 @@ class WeighedShares:
     of a replica, then those of all replicas.
     """
 
-    def __init__(self, context: StepContext, replicas: Replicas, deal: Deal) -> None:
+    def __init__(
+        self, context: StepContext, replicas: Replicas, states: GeneratorStates, deal: Deal
+    ) -> None:
         """Computes the weights.
 
         Args:
             context: the context of the step, or of a turn within it
             replicas: the replicas that compute the shares
+            states: the states of the random generators
             deal: returns the shares of a micro-batch. If each element of the dataset is a share,
                 each call draws other elements.
         """
@@ -48,7 +53,8 @@ class WeighedShares:
         self._packed: PerReplica | None = None
         if len(shares) > 1 and not self._shape.by_rows:
             self._packed = replicas.run(pack_elements, [share.batch for share in shares])
-        own_weights = [replicas.run(partial(weigh_share, context), share) for share in shares]
+        weigh = partial(self._weigh, context, states)
+        own_weights = [replicas.run(weigh, share) for share in shares]
         self._own_weights: PerReplica = replicas.run(tf.stack, own_weights)
         self._total: PerReplica = replicas.run(self._add_up, own_weights)
 
@@ -59,10 +65,16 @@ class WeighedShares:
         elif self._packed is None:
             share = self._deal_again(micro_batch)
         else:
-            share = Share(self._replicas.run(partial(self._unpack, micro_batch), self._packed))
+            batch, leaf = self._replicas.run(partial(self._unpack, micro_batch), self._packed)
+            share = Share(batch, leaf=leaf)
         choose = partial(self._choose_weight, micro_batch)
         weight: ShareWeight = self._replicas.run(choose, self._own_weights, self._total)
         return share._replace(weight=weight)
+
+    def _weigh(self, context: StepContext, states: GeneratorStates, share: Share) -> tf.Tensor:
+        """Returns the weight of a share. Runs on each replica."""
+        states.assign(share.leaf)
+        return weigh_share(context, share)
 
     def _add_up(self, own_weights: list[tf.Tensor]) -> tf.Tensor:
         """Returns the sum of the weights of all shares. Runs on each replica."""
@@ -70,9 +82,10 @@ class WeighedShares:
         sum_of_all: tf.Tensor = sum_over_replicas(total, self._shape.replicas)
         return sum_of_all
 
-    def _unpack(self, micro_batch: Count, packed: tf.Tensor) -> Batch:
-        """Returns the element of a micro-batch. Runs on each replica."""
-        return unpack_element(packed[micro_batch], self._shape.element_spec)
+    def _unpack(self, micro_batch: Count, packed: tf.Tensor) -> tuple[Batch, Count]:
+        """Returns the element of a micro-batch, and the index of its leaf. Runs on each replica."""
+        element = unpack_element(packed[micro_batch], self._shape.element_spec)
+        return element, self._shape.find_leaf(replica_id(), micro_batch)
 
     def _choose_weight(
         self, micro_batch: Count, own_weights: tf.Tensor, total: tf.Tensor

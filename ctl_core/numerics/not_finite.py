@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import tensorflow as tf
 
 from ctl_core.numerics.reduction import is_float8
+from ctl_core.numerics.report import Report
 from ctl_core.numerics.variables import create_scalar
 from ctl_core.types import Gradient
 
@@ -26,31 +26,6 @@ MIN_SCALE = 1.0
 MAX_SCALE = 2.0**64
 # The number of consecutive finite updates after which the loss scale doubles.
 PATIENCE = 2000
-
-
-class FiniteFlags(NamedTuple):
-    """Two bool scalars that the graph computes for an update, or for a step.
-
-    Attributes:
-        loss_is_finite: whether every loss is finite
-        gradients_are_numbers: whether no gradient that was passed to ``update_pre`` contained NaN
-    """
-
-    loss_is_finite: tf.Tensor
-    gradients_are_numbers: tf.Tensor
-
-
-def combine_flags(flags: Sequence[FiniteFlags]) -> tf.Tensor:
-    """Combines the flags of a step over all its replicas and all its updates.
-
-    Returns:
-        A bool tensor of shape [2] with the fields of ``FiniteFlags``. Each field is True if it is
-        True in all flags.
-    """
-    stacked = [tf.stack(update_flags) for update_flags in flags]
-    if len(stacked) == 1:
-        return stacked[0]
-    return tf.reduce_all(stacked, axis=0)
 
 
 def are_losses_finite(losses: Mapping[str, tf.Tensor]) -> tf.Tensor:
@@ -153,18 +128,18 @@ class NonFinite:
     zeroed: int = 0
 
     @classmethod
-    def from_flags(cls, flags: np.ndarray, last: int) -> NonFinite:
-        """Summarizes the flags of consecutive steps.
+    def from_report(cls, report: Report, last: int) -> NonFinite:
+        """Summarizes the reports of consecutive steps.
 
         Args:
-            flags: a bool array of shape [steps, 2], see ``combine_flags``
+            report: the reports of the steps, see ``Report.unpack``
             last: the number of the last of these steps
         """
-        if flags.all():
+        loss_is_finite, gradients_are_numbers, _ = report
+        if loss_is_finite.all() and gradients_are_numbers.all():
             return cls()
-        loss_is_finite, gradients_are_numbers = flags.T
         nan_gradients = int((loss_is_finite & ~gradients_are_numbers).sum())
-        steps = np.arange(len(flags)) + last - len(flags) + 1
+        steps = np.arange(len(loss_is_finite)) + last - len(loss_is_finite) + 1
         diverged = steps[~loss_is_finite].tolist()
         if not diverged:
             return cls(zeroed=nan_gradients)

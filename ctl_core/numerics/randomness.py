@@ -1,4 +1,4 @@
-"""Gives each replica different random numbers, and finds the ops that draw random numbers.
+"""Gives each leaf different random numbers, and finds the ops that draw random numbers.
 
 Keras keeps the state of a SeedGenerator, such as that of a Dropout layer, in a mirrored variable.
 By default, every replica would therefore draw the same numbers (Keras pull request 20612).
@@ -13,44 +13,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.cluster.task import Task
 from ctl_core.compat import draw_from, get_seed_generator, keep_op_seed
 from ctl_core.numerics.variables import unwrap
 from ctl_core.types import Count
 
-# The difference between the seeds of neighboring replicas. Seeds that users choose rarely differ by
-# this number.
-_STRIDE = 1_000_003
 # Distinguishes the seeds of ``derive_generator_states`` from seeds that hooks compute from a step
 # number.
 _TAG = 0x6C6F676963616C
 
 
-def fold_in_replica_id(
-    generators: list[tf.Variable], strategy: tf.distribute.Strategy, task: Task
-) -> None:
-    """Gives each replica its own seeds, computed from the seeds of the first replica.
-
-    This function is called once, after the model has been created and restored. Until then, all
-    replicas have the seeds of the first replica.
-
-    Args:
-        generators: the states of Keras seed generators, int64 vectors [seed, counter]
-        strategy: the strategy whose replicas draw random numbers
-        task: the position of this process in the cluster
-    """
-    for state in generators:
-        components = strategy.experimental_local_results(state)
-        first_state = components[0].numpy()
-        first_replica = task.index * len(components)
-        for replica, component in enumerate(components, start=first_replica):
-            component.assign(first_state + tf.constant([replica * _STRIDE, 0], component.dtype))
-
-
 def derive_generator_states(
-    initial_states: Sequence[np.ndarray], purpose: int, step: Count, turn: Count, replicas: int
+    initial_states: Sequence[np.ndarray], purpose: int, step: Count, turn: Count, leaves: int
 ) -> tf.Tensor:
-    """Returns the states of random generators in a step, for each logical replica.
+    """Returns the states of random generators in a step, for each leaf.
 
     The states depend only on the arguments, and therefore not on the number of devices. Generators
     with equal initial states get equal states, just as generators with equal seeds draw equal
@@ -61,12 +36,12 @@ def derive_generator_states(
         purpose: 0 for training, 1 for an evaluation
         step: the number of the step, or the step at which the evaluation takes place
         turn: the index of the turn, or the number of the batch in an evaluation
-        replicas: the number of logical replicas
+        leaves: the number of leaves
 
     Returns:
-        An int64 tensor of shape [replicas + 2, generators, length]. The first entries are the
-        states for each logical replica. The last two are the states for work that every device does
-        in the same way, such as the update. If a state is shorter than ``length``, the numbers at
+        An int64 tensor of shape [leaves + 2, generators, length]. The first entries are the states
+        for each leaf. The last two are the states for work that every device does in the same way,
+        such as the update. If a state is shorter than ``length``, the numbers at
         its end have to be ignored.
     """
     length = max(len(state) for state in initial_states)
@@ -74,7 +49,7 @@ def derive_generator_states(
     seed = tf.stack([tf.cast(step, tf.int64), 2 * tf.cast(turn, tf.int64) + purpose])
     # With a fixed algorithm, a seed gives the same numbers on CPUs and GPUs.
     numbers = tf.random.stateless_uniform(
-        [replicas + 2, 1, length],
+        [leaves + 2, 1, length],
         tf.bitwise.bitwise_xor(seed, tf.constant(_TAG, tf.int64)),
         minval=None, maxval=None, dtype=tf.int64, alg="philox",
     )  # fmt: skip

@@ -26,7 +26,7 @@ PIECES = ("output", "batch")
 
 
 class Contribution(NamedTuple):
-    """The contribution of one replica, or of one of its micro-batches, to an update.
+    """The contribution of one replica, or of one of its leaves, to an update.
 
     The sum of several contributions has the same form.
 
@@ -39,6 +39,8 @@ class Contribution(NamedTuple):
         output: a list with one entry, the model's output after ``split_constants``; empty if the
             output is not needed
         batch: a list with one entry, the batch; empty if the batch is not needed
+        changes: the changes of variables, see ``leaves.find_changes``
+        differences: see ``leaves.count_differences``; empty if a replica has only one leaf
     """
 
     loss: dict[str, tf.Tensor]
@@ -46,6 +48,8 @@ class Contribution(NamedTuple):
     weight: list[tf.Tensor]
     output: list[ModelOutput]
     batch: list[Batch]
+    changes: list[tf.Tensor]
+    differences: list[tf.Tensor]
 
 
 def sum_over_replicas(values: Structure, replicas: int) -> Structure:

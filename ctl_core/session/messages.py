@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import keras
 
-from ctl_core.checkpoint.record import find_best_step
+from ctl_core.checkpoint.record import Record, find_best_step
 from ctl_core.cluster.strategy import read_peak_memory
 from ctl_core.model.averages import has_own_statistics
+from ctl_core.model.components import Combination
 from ctl_core.model.state import State
-from ctl_core.numerics.variables import count_elements
+from ctl_core.numerics.variables import count_elements, name_variable, unwrap
 from ctl_core.run.console import format_evaluation
 from ctl_core.run.files import relative_path
+from ctl_core.run.live_objects import list_objects
 
 
 def describe_start(state: State, start: int, last: int) -> str:
@@ -40,7 +41,7 @@ def describe_start(state: State, start: int, last: int) -> str:
     nature = ""
     shape = state.components.shape
     if shape.replicas > 1 and shape.logical_replicas is None:
-        nature = describe_nature(state.recording.layers, state.components.drawing_layers)
+        nature = describe_nature(state)
     return (
         f"{run}: {beginning}, to step {last}, {_describe_batch(state)}, {_describe_devices(state)}."
         f"{nature}"
@@ -88,25 +89,76 @@ def describe_compilation_change(state: State) -> str:
     return f"jit_compile: steps are {now} from now on, and draw other random numbers, if any."
 
 
-def describe_nature(layers: Sequence[keras.Layer], drawing_layers: Sequence[str]) -> str:
-    """Returns a sentence that explains why weights depend on the number of replicas.
+def describe_new_leaves(state: State, record: Record | None) -> str | None:
+    """Returns a line on what changes in a run of engine 2.0; None if nothing changes.
 
     Args:
-        layers: the layers of a run
-        drawing_layers: the kinds of layers that draw random numbers
-
-    Returns:
-        The sentence; "" if no layer is known to cause such a dependence.
+        state: the state of the run
+        record: the record of the checkpoint from which the run resumes; None if it is new
     """
+    shape = state.components.shape
+    if record is None or record.leaves is not None or shape.logical_replicas is not None:
+        return None
+    changes = []
+    if shape.leaves > 1 and state.components.generators.drawn:
+        changes.append("random numbers depend on the step and the leaf, so they differ")
+    if shape.accumulate_steps > 1 and any(map(has_own_statistics, state.recording.layers)):
+        changes.append(
+            "the momentum of moving statistics applies once in a step instead of once in each "
+            "micro-batch"
+        )
+    if shape.accumulate_steps > 1 and shape.replicas > 1:
+        changes.append("the micro-batches of a replica are neighboring rows of the batch")
+    if not changes:
+        return None
+    return f"the run was trained by ctl_core {record.engine}; from now on, {'; '.join(changes)}."
+
+
+def describe_nature(state: State) -> str:
+    """Returns sentences that explain why weights depend on the number of replicas.
+
+    Returns "" if no layer and no variable is known to cause such a dependence.
+    """
+    layers = state.recording.layers
+    drawing_layers = state.components.drawing_layers
     reasons = []
     if drawing_layers:
         reasons.append(f"random numbers ({', '.join(drawing_layers)})")
     if any(map(has_own_statistics, layers)):
         reasons.append("batch statistics (BatchNormalization that is not synchronized)")
-    if not reasons:
-        return ""
-    causes = " and ".join(reasons)
-    return f" Weights depend on the number of replicas: each has its own {causes}."
+    sentences = ""
+    if reasons:
+        causes = " and ".join(reasons)
+        sentences += f" Weights depend on the number of replicas: each has its own {causes}."
+    combined = _list_combined(state)
+    if combined:
+        sentences += (
+            f" What replicas write to {_list_some(combined)} is combined at the end of a step; "
+            "if a step reads it after writing it, --check finds the difference."
+        )
+    return sentences
+
+
+def _list_combined(state: State) -> list[str]:
+    """Returns the names of the variables whose changes are combined after each step.
+
+    Within a step, a replica that reads such a variable after it has written it sees only its own
+    change. Layers of Keras, including metrics, are known not to do this.
+    """
+    of_keras = {
+        id(unwrap(variable))
+        for layer in state.recording.layers
+        if type(layer).__module__.startswith("keras.")
+        for variable in layer.non_trainable_variables
+    }
+    for metric in list_objects(keras.Metric):
+        of_keras.update(id(unwrap(variable)) for variable in metric.variables)
+    return [
+        name_variable(entry.variable)
+        for entry in state.components.written
+        if entry.combination in (Combination.MEAN, Combination.SUM)
+        and id(entry.variable) not in of_keras
+    ]
 
 
 def count_parameters(state: State) -> str:

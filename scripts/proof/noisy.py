@@ -1,6 +1,7 @@
 """A tiny program with Dropout, which scripts/soak_operations.py starts many times.
 
-Each replica draws its own random numbers. The checkpoint manager keeps two checkpoints, so that
+Each replica draws its own random numbers, and has its own part of the sum of a metric, which it
+saves in a file of its process. The checkpoint manager keeps two checkpoints, so that
 even a run of a few steps removes old ones.
 """
 
@@ -43,6 +44,14 @@ def square_error(pair: Any) -> tf.Tensor:
 
 def create_loss() -> Any:
     return square_error
+
+
+def create_train_metrics() -> dict[str, keras.Metric]:
+    return {"error": keras.metrics.MeanAbsoluteError()}
+
+
+def train_metric_pre(output: Any, batch: Any) -> Any:
+    return batch[1], output
 
 
 def create_opt(lr: Any) -> keras.optimizers.Optimizer:

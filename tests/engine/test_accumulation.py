@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl_core.numerics.not_finite import (
-    NEVER,
-    FiniteFlags,
-    NonFinite,
-    are_losses_finite,
-    are_numbers,
-    combine_flags,
-)
+from ctl_core.numerics.not_finite import NEVER, NonFinite, are_losses_finite, are_numbers
 from ctl_core.numerics.reduction import Contribution, accumulate, join_for_host, join_pieces
+from ctl_core.numerics.report import Report
 
 EMBEDDING_SHAPE = (6, 2)
 
@@ -32,6 +26,8 @@ def contribute(index: Any) -> tuple[Contribution, Any]:
         weight=[0.5 + number],
         output=[tf.fill([index + 1, 3], number)],
         batch=[(rows, tf.fill([index + 1], number))],
+        changes=[],
+        differences=[],
     )
     return contribution, {"a": ["dense", "embedding"]}
 
@@ -101,15 +97,23 @@ def test_flags_of_losses_and_gradients() -> None:
 
 def test_flags_are_true_if_they_are_true_everywhere() -> None:
     true, false = tf.constant(True), tf.constant(False)
-    assert combine_flags([FiniteFlags(true, false)]).numpy().tolist() == [True, False]
-    flags_of_batches = [FiniteFlags(true, true), FiniteFlags(true, false), FiniteFlags(false, true)]
-    assert combine_flags(flags_of_batches).numpy().tolist() == [False, False]
+    first = Report(true, false, tf.constant([True, True]))
+    assert Report.combine([first]).pack().numpy().tolist() == [True, False, True, True]
+    second = Report(true, true, tf.constant([True, False]))
+    combined = Report.combine([first, second])
+    assert combined.pack().numpy().tolist() == [True, False, True, False]
+    unpacked = Report.unpack(combined.pack().numpy()[None])
+    assert [flags.tolist() for flags in unpacked] == [[True], [False], [[True, False]]]
 
 
 def test_steps_with_losses_that_are_not_finite_are_counted() -> None:
-    flags = np.array([[True, True], [False, True], [True, False], [False, False], [True, True]])
-    assert NonFinite.from_flags(flags, last=24) == NonFinite(21, 23, 2, zeroed=1)
-    assert NonFinite.from_flags(flags[:1], last=20) == NonFinite(NEVER, 0, 0, 0)
-    assert NonFinite.from_flags(flags[2:3], last=22) == NonFinite(zeroed=1)
-    merged = NonFinite.from_flags(flags[:2], 21).merge_later(NonFinite.from_flags(flags[2:], 24))
-    assert merged == NonFinite.from_flags(flags, last=24)
+    rows = np.array([[True, True], [False, True], [True, False], [False, False], [True, True]])
+
+    def note(first: int, end: int) -> NonFinite:
+        """Returns the summary of some of the steps 20 to 24."""
+        return NonFinite.from_report(Report.unpack(rows[first:end]), last=19 + end)
+
+    assert note(0, 5) == NonFinite(21, 23, 2, zeroed=1)
+    assert note(0, 1) == NonFinite(NEVER, 0, 0, 0)
+    assert note(2, 3) == NonFinite(zeroed=1)
+    assert note(0, 2).merge_later(note(2, 5)) == note(0, 5)

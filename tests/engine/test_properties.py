@@ -32,7 +32,7 @@ def list_shares(examples: int, replicas: int, accumulate: int, is_fixed: bool) -
     batch = tf.range(examples)
     number = examples if is_fixed else tf.constant(examples)
     shares = replicas * accumulate
-    return [take_share(batch, number, index, shares, replicas) for index in range(shares)]
+    return [take_share(batch, number, index, shares) for index in range(shares)]
 
 
 def read_rows(share: Any) -> list[int]:
@@ -55,9 +55,13 @@ def test_shares_are_disjoint_and_cover_the_batch(
     for index, share in enumerate(shares):
         assert len(share.batch) >= 1  # Even a placeholder contains one row.
         if share.rows is not None:
-            first = index - index % replicas
             assert int(share.rows) == sizes[index]
-            assert int(share.together) == sum(sizes[first : first + replicas])
+            assert int(share.together) == examples
+    shape = BatchShape(examples, replicas, accumulate)
+    for micro_batch in range(accumulate):
+        leaves = [shape.find_leaf(replica, micro_batch) for replica in range(replicas)]
+        together = sum(sizes[leaf] for leaf in leaves)
+        assert int(shape.count_rows_of_round(micro_batch, examples)) == together
 
 
 @few
@@ -67,13 +71,17 @@ def test_rows_of_replicas_add_up_to_the_batch(
 ) -> None:
     shape = BatchShape(examples, replicas, accumulate)
     shares = [read_rows(share) for share in list_shares(examples, replicas, accumulate, True)]
+    before = 0
     for replica in range(replicas):
-        expected = sum(len(own_rows) for own_rows in shares[replica::replicas])
+        leaves = [shape.find_leaf(replica, micro_batch) for micro_batch in range(accumulate)]
+        expected = sum(len(shares[leaf]) for leaf in leaves)
         rows, present = shape.count_rows_of(replica, examples)
         if rows is None:
             assert expected * replicas == examples
         else:
             assert (int(rows), bool(present)) == (expected, expected > 0)
+        assert int(shape.count_rows_before(replica, examples)) == before
+        before += expected
 
 
 @few

@@ -1,16 +1,23 @@
-"""The callbacks.py of the runs in ``runs_of_1.0``, which engine 1.0.0 trained.
+"""The callbacks.py of the runs in ``runs_of_1.0`` and ``runs_of_2.0``.
 
-The runs were made in an empty folder that contained this file as callbacks.py. PYTHONPATH named the
+Engine 1.0.0 trained the runs in ``runs_of_1.0``.
+They were made in an empty folder that contained this file as callbacks.py. PYTHONPATH named the
 engine of commit 63fdcdc, and this repository for ``tests.golden.small``::
 
     train() { python -m ctl_core train --steps 8 --ckpt-every 8 --eval-every 0 --batch-size 16 \\
         --learning-rate 0.05 --last-batch keep --run-name "$@"; }
-    train rows --virtual-devices 2
+    train rows
     train widths --hparams.widths true
+    train devices --virtual-devices 2 --hparams.normalize true
 
 The files config.yaml and train.log and the folder ckpt/ of each run were kept. Step 8 is in the
 middle of a shuffle, in the second pass over the data. A resumed run therefore needs the position in
-the data, the state of the shuffle and the state of Dropout.
+the data, the state of the shuffle and the state of Dropout. In ``devices``, each replica had moving
+statistics of its own.
+
+Engine 2.0.0 (commit 01a89d8e) trained the run in ``runs_of_2.0`` in the same way::
+
+    train both --virtual-devices 2 --accumulate-steps 2 --hparams.normalize true --hparams.rate 0.3
 """
 
 from collections.abc import Callable
@@ -41,7 +48,15 @@ def create_dataset(hparams: Any, per_replica_batch_size: int) -> tf.data.Dataset
 
 
 def create_model(hparams: Any) -> Callable[[Any], Any]:
-    """Returns a model with Dropout. With ``widths``, its input repeats the mean of a row."""
+    """Returns a model with Dropout. With ``widths``, its input repeats the mean of a row.
+
+    With ``normalize``, it has batch normalization, and no Dropout unless there is a ``rate``.
+    """
+    if hparams.get("normalize"):
+        layers: list[keras.layers.Layer] = [keras.layers.BatchNormalization(momentum=0.8)]
+        if "rate" in hparams:
+            layers.append(keras.layers.Dropout(hparams["rate"]))
+        return small.model_with(*layers)
     model = small.model_with(keras.layers.Dropout(0.3, seed=5))
     if not hparams.get("widths"):
         return model

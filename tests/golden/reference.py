@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 RATE = 0.05
@@ -31,6 +32,38 @@ DEFAULTS: dict[str, Callable[..., Any]] = {
     "create_metrics": lambda: {},
     "metric_pre": lambda: {},
 }
+
+
+class Combined:
+    """Variables that micro-batches write, each beginning with the values from before the step.
+
+    Afterwards, a variable of floats has the mean of what they have written, weighted by their rows.
+    Of all other variables, they have written the same value.
+    """
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self._variables = list(variables)
+        self._before = [variable.numpy() for variable in self._variables]
+        self._rows: list[int] = []
+        self._values: list[list[Any]] = []
+
+    def begin(self) -> None:
+        """Sets the variables for a micro-batch."""
+        for variable, value in zip(self._variables, self._before, strict=True):
+            variable.assign(value)
+
+    def end(self, rows: int) -> None:
+        """Notes what a micro-batch of a number of rows has written."""
+        self._rows.append(rows)
+        self._values.append([variable.numpy() for variable in self._variables])
+
+    def combine(self) -> None:
+        """Sets the variables to what all micro-batches together have written."""
+        for variable, *values in zip(self._variables, *self._values, strict=True):
+            value = values[0]
+            if np.issubdtype(value.dtype, np.inexact):
+                value = np.average(values, axis=0, weights=self._rows)
+            variable.assign(value)
 
 
 class Reference:
@@ -74,6 +107,7 @@ class Reference:
             trained.train_model.weights
         ),
         split: Callable[[Any], list[Any]] = lambda batch: [batch],
+        find_written: Callable[[Any], Iterable[Any]] = lambda trained: (),
     ) -> Self:
         """Trains for one step on each batch.
 
@@ -81,13 +115,17 @@ class Reference:
             batches: the global batches
             find_variables: returns variables of the parts, of which the trainable ones are trained
             split: splits a batch into micro-batches, for each of which the losses are computed
+            find_written: returns the variables of the parts that a micro-batch writes. Each
+                micro-batch begins with their values before the step, see ``Combined``
         """
         for batch in batches:
+            written = Combined(find_written(self.parts))
             total = 0.0
             weights = 0.0
             outputs = list[Any]()
             with tf.GradientTape() as tape:
                 for share in split(batch):
+                    written.begin()
                     output, losses, extra, weight = self.look(share, training=True)
                     variables = [each for each in find_variables(self.parts) if each.trainable]
                     if hasattr(self.hooks, "grad_pre"):
@@ -96,9 +134,11 @@ class Reference:
                     total += tf.reduce_sum(losses) + weight * extra
                     weights += weight
                     outputs.append(output)
+                    written.end(len(output))
                 loss = total / weights
             computed = zip(tape.gradient(loss, variables), variables, strict=True)
             used = [(gradient, variable) for gradient, variable in computed if gradient is not None]
+            written.combine()
             gradients = [tf.convert_to_tensor(gradient) for gradient, _ in used]
             output = outputs[0] if len(outputs) == 1 else tf.concat(outputs, 0)
             update, _ = self.ask("update_pre", gradients=gradients, output=output)

@@ -338,15 +338,20 @@ def test_last_batches_of_few_rows(
     """A last batch with fewer rows than shares gives the weights of a plain loop.
 
     After 32 of 33 examples, one is left for four shares. After 32 of 45, 13 are left, and the
-    shares differ by one row. Each of two micro-batches counts as a batch of its own, and the second
-    one may have no rows. ``update_pre`` gets the output of both.
+    shares differ by one row. Each of two micro-batches of two devices is normalized alone, and the
+    second one may have no rows. ``update_pre`` gets the output of both.
     """
 
     def split_batch(batch: Any) -> list[Any]:
-        rows, replicas = len(batch[0]), 4 // accumulate
-        first = sum(rows // 4 + (share < rows % 4) for share in range(replicas))
-        halves = [[array[:first] for array in batch], [array[first:] for array in batch]]
-        return [half for half in halves if len(half[0])]
+        """Returns the rows of the first leaves of both devices, and of their second leaves."""
+        first, second, third, last = np.array_split(np.arange(len(batch[0])), 4)
+        halves = [np.concatenate(pair) for pair in ((first, third), (second, last))]
+        return [[tf.gather(array, half) for array in batch] for half in halves if len(half)]
+
+    def find_written(parts: Any) -> list[Any]:
+        layers = parts.train_model.layers
+        switches = [switch for layer in layers for switch in getattr(layer, "switches", [])]
+        return [*parts.train_model.non_trainable_variables, *switches]
 
     hooks = small.hooks(create_dataset=lambda: split(examples).batch(5), **CASES[case])
     # An evaluation has no micro-batches. Its shares are those of training only if there are none in
@@ -355,7 +360,9 @@ def test_last_batches_of_few_rows(
         hooks.create_eval_dataset = hooks.create_dataset
     more: dict[str, Any] = {"accumulate_steps": accumulate, "last_batch": "keep"}
     state = train_on(train, hooks, 4 // accumulate, 16, steps=7, **more)
-    how = {"split": split_batch} if accumulate > 1 else {}
+    how: dict[str, Any] = {}
+    if accumulate > 1:
+        how = {"split": split_batch, "find_written": find_written}
     plain = train_plainly(hooks, 7, batches_of(split(examples), 16), **how)
     assert_trained(state, plain)
     expected = plain.evaluate(split(examples).batch(16)) if accumulate == 1 else {}

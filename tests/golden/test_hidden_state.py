@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -348,13 +349,14 @@ def test_run_of_engine_0_4_is_refused(tmp_path: Path, command: engine.Command) -
     compare.assert_close(trained.weights, small.plain(2, model=first).weights)
 
 
-@pytest.mark.parametrize("run_name", ["rows", "widths"])
+@pytest.mark.parametrize("run_name", ["rows", "widths", "devices"])
 def test_run_of_engine_1_0_resumes(tmp_path: Path, command: engine.Command, run_name: str) -> None:
     """A run of engine 1.0 resumes with the same weights, slots and random numbers.
 
     These are compared with a run that this engine trains without interruption. In ``widths``,
     elements differ in width. They pass a stage that 1.0 did not have, so that the saved position of
-    the data cannot be restored. Reading again from the start must reach the same example.
+    the data cannot be restored. Reading again from the start must reach the same example. In
+    ``devices``, two replicas had moving statistics of their own, which continue from their mean.
     """
     golden = Path(__file__).parent
     runs = shutil.copytree(golden / "runs_of_1.0", tmp_path / "runs")
@@ -372,6 +374,23 @@ def test_run_of_engine_1_0_resumes(tmp_path: Path, command: engine.Command, run_
             expected = compare.read_checkpoint(runs / "whole", step, folder)
             assert saved.keys() == expected.keys()
             compare.assert_close(saved.values(), [expected[name] for name in saved])
+
+
+def test_run_of_engine_2_0_is_told_what_changes(tmp_path: Path, command: engine.Command) -> None:
+    """Two devices with two micro-batches each had other random numbers, rows and statistics."""
+    golden = Path(__file__).parent
+    run = shutil.copytree(golden / "runs_of_2.0", tmp_path / "runs") / "both"
+    shutil.copy(golden / "program_of_1_0.py", tmp_path / "callbacks.py")
+    resumed = command("train", "--run-name=both", "--steps=12")
+    assert resumed.code == 0, resumed.err
+    line = next(line for line in resumed.out.splitlines() if "trained by ctl_core 2.0.0" in line)
+    for change in ("random numbers", "momentum of moving statistics", "neighboring rows"):
+        assert change in line
+    assert "cannot be read" not in resumed.out + resumed.err
+    saved = compare.read_checkpoint(run, 12)
+    assert all(np.isfinite(value).all() for value in saved.values() if value.dtype.kind == "f")
+    again = command("train", "--run-name=both", "--steps=16")
+    assert "trained by ctl_core" not in again.out
 
 
 def test_variable_that_a_host_hook_creates_while_training_is_refused(train: engine.Train) -> None:

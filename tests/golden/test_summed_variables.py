@@ -1,4 +1,4 @@
-"""Variables with the aggregation SUM: each of several devices has only its own part of the sum."""
+"""Variables with the aggregation SUM: what a step adds to them is summed over all devices."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +11,7 @@ import tensorflow as tf
 import ctl_core
 from tests.golden import compare, engine, small
 from tests.golden.reference import Reference
+from tests.golden.uneven_batches import split, train_on
 
 
 def create_sum(*shape: int) -> tf.Variable:
@@ -24,7 +25,7 @@ def create_sum(*shape: int) -> tf.Variable:
 
 
 class Summing(keras.layers.Layer):
-    """Adds up its inputs in a variable, and computes its output with a given function.
+    """Computes its output with a given function, and then adds its inputs to a variable.
 
     Attributes:
         amount: a variable with the aggregation SUM
@@ -41,118 +42,105 @@ class Summing(keras.layers.Layer):
         self.mean = keras.metrics.Mean()
 
     def call(self, inputs: Any, training: bool = False) -> Any:
+        outputs = self.use(self, inputs)
         if training:
             self.amount.assign_add(tf.reduce_sum(inputs))
-        return self.use(self, inputs, training)
+            self.mean.update_state(inputs)
+        return outputs
 
 
-def scale(layer: Summing, inputs: Any, _: bool) -> Any:
-    return inputs / (1.0 + layer.amount)  # refused
+def use_in_many_ways(layer: Summing, inputs: Any) -> Any:
+    """Uses the sum in a branch, in a loop, for another variable, and that of a metric."""
+    large = tf.function(lambda: layer.amount > 1.0)()
+    inputs = tf.cond(large, lambda: 0.5 * inputs, lambda: inputs)
+    start = -tf.tanh(layer.amount)
+    _, inputs = tf.while_loop(
+        lambda number, _: number < 0.0,
+        lambda number, values: (number + 1.0, values * 1.1),
+        (start, inputs),
+    )
+    layer.other.assign(0.5 * layer.amount)
+    return inputs / (2.0 + tf.abs(layer.amount) + layer.mean.result())
 
 
-def scale_in_branch(layer: Summing, inputs: Any, _: bool) -> Any:
-    large = tf.function(lambda: layer.amount > 1.0)()  # refused
-    return tf.cond(large, lambda: 0.5 * inputs, lambda: inputs)
+def update_post(train_model: keras.Model) -> None:
+    kernel = train_model.weights[0].value
+    layer: Any = train_model.layers[1]
+    kernel.assign(kernel * (1.0 - 0.1 * tf.tanh(layer.amount)))
 
 
-def scale_in_loop(layer: Summing, inputs: Any, _: bool) -> Any:
-    def double(number: Any, values: Any) -> Any:
-        return number + 1.0, values * 1.1
+@pytest.mark.parametrize(("devices", "micro_batches"), [(2, 1), (1, 2)])
+def test_a_step_may_use_the_sum(train: engine.Train, devices: int, micro_batches: int) -> None:
+    """The batches have 17 rows, which two devices cannot share equally."""
+    hooks = small.hooks(
+        create_dataset=lambda: split(68).batch(5),
+        create_model=lambda: small.model_with(Summing(use_in_many_ways)),
+        create_eval_dataset=small.create_eval_dataset,
+        update_post=update_post,
+    )
+    plain = Reference(hooks).train(split(68).batch(17).take(4))
+    state = train_on(train, hooks, devices, 17, steps=4, accumulate_steps=micro_batches)
+    compare.assert_close(state.train_model.weights, plain.parts.train_model.weights)
+    layer, other = (model.layers[1] for model in (state.train_model, plain.parts.train_model))
+    compare.assert_close([layer.amount, layer.mean.total], [other.amount, other.mean.total])
+    assert abs(float(other.other)) > 0.1
+    expected = plain.evaluate(small.create_eval_dataset(17))
+    assert state.metrics == pytest.approx(expected, rel=1e-5)
 
-    start = -tf.tanh(layer.amount)  # refused
-    return tf.while_loop(lambda number, _: number < 0.0, double, (start, inputs))[1]
+
+def read_own_part(layer: Summing, inputs: Any) -> Any:
+    layer.amount.assign_add(tf.reduce_sum(inputs))
+    return inputs / (1.0 + tf.abs(layer.amount))
 
 
-def scale_in_evaluations(layer: Summing, inputs: Any, training: bool) -> Any:
-    if training:
-        return inputs
-    return inputs / (1.0 + tf.abs(layer.amount))  # refused
-
-
-def move_another_variable(layer: Summing, inputs: Any, _: bool) -> Any:
-    layer.other.assign(0.5 * layer.amount)  # refused
+def decay(layer: Summing, inputs: Any) -> Any:
+    layer.amount.assign(0.5 * layer.amount)
     return inputs
 
 
-def add_rest(layer: Summing, inputs: Any, training: bool) -> Any:
-    if training:
-        rest = tf.reduce_sum(inputs) - layer.amount  # refused
-        layer.amount.assign_add(rest * rest)
-    return inputs
+@pytest.mark.parametrize(
+    ("use", "differs"), [(read_own_part, "the output 0 differs"), (decay, "the variable .*amount")]
+)
+def test_uses_that_depend_on_the_number_of_devices(
+    use: Callable[..., Any], differs: str, train: engine.Train, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A line at the start names the variable, and --check says what differs."""
+    hooks = small.hooks(create_model=lambda: small.model_with(Summing(use)))
+    train(hooks, **small.settings(1), virtual_devices=2)
+    line = "What replicas write to sequential/summing/amount is combined at the end of a step"
+    assert line in capsys.readouterr().out
+    config = ctl_core.Config(**small.settings(1), runs_dir=str(tmp_path))
+    with pytest.raises(ctl_core.SetupError, match=rf"check: create_model .*: {differs}"):
+        ctl_core.check(hooks, config)
 
 
-def scale_by_metric(layer: Summing, inputs: Any, _: bool) -> Any:
-    layer.mean.update_state(inputs)
-    return inputs / (2.0 + layer.mean.result())
+def test_the_sum_of_a_sum_is_refused(train: engine.Train) -> None:
+    def use(layer: Summing, inputs: Any) -> Any:
+        return inputs / (1.0 + tf.abs(ctl_core.all_reduce(layer.amount)))
 
-
-REFUSED = (
-    scale, scale_in_branch, scale_in_loop, scale_in_evaluations, move_another_variable, add_rest,
-)  # fmt: skip
-
-
-def hooks_with(use: Callable[..., Any], **more: Any) -> Any:
-    more = {"create_eval_dataset": small.create_eval_dataset, **more}
-    return small.hooks(create_model=lambda: small.model_with(Summing(use)), **more)
-
-
-def find_line(function: Callable[..., Any]) -> int:
-    first: int = function.__code__.co_firstlineno
-    lines = Path(__file__).read_text().splitlines()[first:]
-    return first + 1 + next(i for i, line in enumerate(lines) if line.endswith("# refused"))
-
-
-@pytest.mark.parametrize("use", REFUSED)
-def test_a_use_of_a_part_is_refused_on_several_devices(
-    train: engine.Train, use: Callable[..., Any]
-) -> None:
-    line = rf"create_model \(test_summed_variables.py:{find_line(use)}\): reads \S*amount, a "
-    with pytest.raises(ctl_core.SetupError, match=line):
-        train(hooks_with(use), **small.settings(1), virtual_devices=2)
-
-
-def test_a_use_of_the_metric_of_a_layer_is_refused_on_several_devices(train: engine.Train) -> None:
-    with pytest.raises(ctl_core.SetupError, match=r"create_model .*: reads \S*total, a variable"):
-        train(hooks_with(scale_by_metric), **small.settings(1), virtual_devices=2)
-
-
-def test_update_post_must_not_use_a_part(train: engine.Train) -> None:
-    def update_post(train_model: keras.Model) -> None:
-        kernel = train_model.weights[0].value
-        layer: Any = train_model.layers[1]
-        kernel.assign(kernel * (1.0 - 0.1 * tf.tanh(layer.amount)))
-
-    hooks = hooks_with(lambda layer, inputs, training: inputs, update_post=update_post)
-    with pytest.raises(ctl_core.SetupError, match=r"update_post .*: reads \S*amount"):
+    hooks = small.hooks(create_model=lambda: small.model_with(Summing(use)))
+    message = r"create_model \(test_summed_variables.py:\d+\): all_reduce of \S*amount, which has"
+    with pytest.raises(ctl_core.SetupError, match=message):
         train(hooks, **small.settings(1), virtual_devices=2)
 
 
-def test_one_device_may_use_the_sum(train: engine.Train) -> None:
-    hooks = hooks_with(scale)
-    plain = Reference(hooks).train(small.create_dataset(small.BATCH).take(2))
-    state = train(hooks, **small.settings(2))
-    compare.assert_close(state.train_model.weights, plain.parts.train_model.weights)
+def test_a_sum_is_not_trained(train: engine.Train) -> None:
+    """As in TensorFlow, a variable that is summed when it is read is not trainable by default."""
 
+    class Model(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.dense.build((None, small.FEATURES))
+            self.amount = tf.Variable(
+                1.0,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            )
 
-def use_rightly(layer: Summing, inputs: Any, training: bool) -> Any:
-    """Uses the sum in all ways that do not depend on the number of devices."""
-    if training:
-        layer.amount.assign(0.9 * layer.amount + tf.reduce_sum(inputs))
-        layer.amount.assign_sub((layer.amount - tf.reduce_sum(inputs)) * 0.1)
-        layer.mean.update_state(inputs)
-        tf.print("the part", layer.amount, output_stream="file:///dev/null")
-    total = ctl_core.all_reduce(layer.amount)
-    layer.other.assign(total)
-    return inputs / (1.0 + total**2)
+        def __call__(self, inputs: Any) -> Any:
+            return self.dense(inputs) * self.amount
 
-
-def test_right_uses_of_a_sum_do_not_depend_on_the_devices(train: engine.Train) -> None:
-    """The batches have 17 rows, which two devices cannot share equally."""
-    metrics = {"error": keras.metrics.MeanAbsoluteError()}
-
-    hooks = hooks_with(use_rightly, create_metrics=lambda: metrics)
-    settings = small.settings(4, batch_size=17)
-    one = train(hooks, **settings, run_name="one")
-    two = train(hooks, **settings, run_name="two", virtual_devices=2)
-    compare.assert_close(two.train_model.weights, one.train_model.weights)
-    assert abs(float(one.train_model.layers[1].other)) > 0.1
+    state = train(small.hooks(create_model=Model), **small.settings(2))
+    assert state.train_model.amount.numpy() == 1.0
