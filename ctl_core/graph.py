@@ -252,12 +252,14 @@ class StepFunctions:
             return
         row, column = np.argwhere(~flags)[0]
         step = self._state.step - len(flags) + 1 + int(row)
-        setting, parts = "accumulate_steps", "in different micro-batches"
+        setting = "accumulate_steps"
+        places = "in different micro-batches"
         if self._state.config.logical_replicas is not None:
-            setting, parts = "logical_replicas", "on different logical replicas"
+            setting = "logical_replicas"
+            places = "on different logical replicas"
         raise RunError(
             f"{setting}: in step {step}, the forward or backward pass assigns different values to "
-            f"{self._compared[column]} {parts}; create it with "
+            f"{self._compared[column]} {places}; create it with "
             "aggregation=tf.VariableAggregation.MEAN (or SUM) to combine them, assign an equal "
             f"value, or leave out {setting}."
         )

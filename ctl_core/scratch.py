@@ -419,10 +419,10 @@ class ScratchTracer:
     def _find_parts(self, forward: ForwardComponents) -> set[int]:
         """Returns the ids of the variables of training metrics whose parts are added up when read.
 
-        A metric that was created in another hook has the same value on all replicas. What leaves
-        write to it is combined after each step, unless logical replicas compute the leaves.
+        A metric that was created in another hook has the same value on all replicas. Its
+        changes are combined after each step, unless logical replicas compute the leaves.
         """
-        own = {
+        created_by_hook = {
             id(variable)
             for name, variable in self.recording.variables.items()
             if name.startswith("create_train_metrics/")
@@ -434,7 +434,7 @@ class ScratchTracer:
         }
         if self._is_logical:
             return of_metrics
-        return of_metrics & own
+        return of_metrics & created_by_hook
 
     def _explain_single_leaf(self) -> str:
         """Returns what to do so that a batch is computed as a whole."""

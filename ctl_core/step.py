@@ -2,8 +2,8 @@
 
 Everything runs while a graph is traced. Functions handle all replicas at once, unless their
 docstring says that they run on one replica. model/forward.py contains the forward and backward pass
-of a leaf, model/leaves.py combines what leaves write to variables, and update.py contains the
-update.
+of a leaf, model/leaves.py combines the changes that leaves make to variables, and update.py
+contains the update.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def update_once(
         update_gradients=result.updates.applied,
         display_gradients=result.updates.displayed,
         variables=sums.variables,
-        output=sums.own.output,
-        batch=sums.own.batch,
+        output=sums.local.output,
+        batch=sums.local.batch,
         report=combine_reports(replicas, result, sums),
     )
 
@@ -251,7 +251,7 @@ def add_up_along_tree(
     computation = LogicalReplicas(context, states, replicas.run)
     total, variables = computation.compute(global_batch.deal(0), examples, function)
     are_equal = stack_flags(computation.are_equal)
-    return Sums(own=total, total=total, variables=variables, are_equal=are_equal)
+    return Sums(local=total, total=total, variables=variables, are_equal=are_equal)
 
 
 def add_up_by_all_reduce(
@@ -271,7 +271,7 @@ def add_up_by_all_reduce(
     leaves.apply_changes(total.changes)
     counts = [replicas.get_local_results(count)[0] for count in total.differences]
     return Sums(
-        own=contribution,
+        local=contribution,
         total=total,
         variables=variables,
         are_equal=stack_flags([tf.equal(count, 0.0) for count in counts]),

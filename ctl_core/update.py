@@ -57,14 +57,14 @@ class Sums(NamedTuple):
     """The sums over all leaves of a batch.
 
     Attributes:
-        own: the contribution of each replica, which has the replica's own output and batch; along
+        local: the contribution of each replica, which has the replica's own output and batch; along
             the tree, the same values as ``total``
         total: the sums, the same on all replicas
         variables: the variables by objective, in the order of the gradients; they are not tensors
         are_equal: see ``Report``
     """
 
-    own: Contribution
+    local: Contribution
     total: Contribution
     variables: VariablesByObjective
     are_equal: tf.Tensor
@@ -142,8 +142,8 @@ def make_update(
         finish = partial(unscale_sums, context)
         call = partial(_call_alike, context, call)
     summed = replicas.run(finish, sums.total)
-    updates = replicas.run(call, sums.own, summed)
-    flags = replicas.run(partial(compute_flags, context), sums.own, summed)
+    updates = replicas.run(call, sums.local, summed)
+    flags = replicas.run(partial(compute_flags, context), sums.local, summed)
     apply_updates(context, replicas, sums.variables, summed, updates)
     return UpdateResult(summed, updates, *flags)
 
@@ -151,7 +151,7 @@ def make_update(
 def _call_alike(
     context: StepContext,
     call: Callable[[Contribution, Contribution], Updates],
-    own: Contribution,
+    local: Contribution,
     summed: Contribution,
 ) -> Updates:
     """Calls ``update_pre`` on a device as if the device were logical replica 0.
@@ -159,7 +159,7 @@ def _call_alike(
     All devices thus compute the same update.
     """
     with enter_logical_replica(0, context.components.shape.leaves):
-        return call(own, summed)
+        return call(local, summed)
 
 
 def make_logical_update(
@@ -183,11 +183,11 @@ def make_compiled_update(
         SetupError: the update draws random numbers, but cannot be compiled.
     """
     arguments = context.hooks.update_pre.arguments
-    needed = sums.own._replace(
+    needed = sums.local._replace(
         gradients={},
         weight=[],
-        output=sums.own.output if "output" in arguments else [],
-        batch=sums.own.batch if "batch" in arguments else [],
+        output=sums.local.output if "output" in arguments else [],
+        batch=sums.local.batch if "batch" in arguments else [],
         changes=[],
         differences=[],
     )

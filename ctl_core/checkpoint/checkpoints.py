@@ -635,9 +635,9 @@ class Checkpoints:
             )
 
 
-def _make_parts_checkpoint(parts: ReplicaCopies) -> tf.train.Checkpoint:
+def _make_parts_checkpoint(copies: ReplicaCopies) -> tf.train.Checkpoint:
     """Returns a checkpoint of the values copied on this process."""
-    return tf.train.Checkpoint(own=parts.values)
+    return tf.train.Checkpoint(own=copies.values)
 
 
 def _is_known_nonfinite(folder: Path, step: int) -> bool:

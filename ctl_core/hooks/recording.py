@@ -91,7 +91,8 @@ class Recording:
     """Records the variables, layers and random generators that are created, in order of creation.
 
     A variable is created with one value for all replicas, and each replica writes it without
-    communication, whatever its aggregation: the engine itself combines what replicas write.
+    communication, whatever its aggregation: the engine itself combines the values that replicas
+    write.
 
     Attributes:
         aggregations: the aggregations with which variables were to be created, by id

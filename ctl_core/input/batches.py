@@ -52,7 +52,7 @@ class BatchShape:
 
     @property
     def has_several_leaves(self) -> bool:
-        """True if random states are set for each leaf, and what leaves write is combined.
+        """True if random states are set for each leaf, and the changes of leaves are combined.
 
         True for logical replicas even if there is only one, because a run keeps their number.
         """

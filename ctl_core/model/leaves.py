@@ -1,8 +1,9 @@
-"""Combines what the leaves of a step write to variables.
+"""Combines the changes that the leaves of a step make to variables.
 
-Each leaf begins with the variables as they were before the step, and what it writes in its forward
-or backward pass is a change. The changes of all leaves are added up together with the gradients;
-``Combination`` says how. After a step, every variable therefore has the same value on all devices.
+Each leaf begins with the variables as they were before the step, and everything that it writes in
+its forward or backward pass is a change. The changes of all leaves are added up together with the
+gradients; ``Combination`` says how. After a step, every variable therefore has the same value on
+all devices.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class LeafVariables:
     """
 
     def __init__(self, written: Sequence[WrittenVariable], takes_first: bool = False) -> None:
-        """Prepares to combine what leaves write.
+        """Prepares to combine the changes of leaves.
 
         Args:
             written: the variables
@@ -141,10 +142,10 @@ class LeafVariables:
     def find_changes(
         self, before: Sequence[tf.Tensor], share: Share, weight: LeafWeight
     ) -> list[tf.Tensor]:
-        """Returns what a leaf adds to the exchange for each variable of ``exchanged``.
+        """Returns the contribution of a leaf to the exchange of each variable of ``exchanged``.
 
-        This is its change, or its value if the variable takes the value of leaf 0. The sums over
-        all leaves are passed to ``apply_changes``.
+        This is the change of the variable, or its value if the variable takes the value of leaf 0.
+        The sums over all leaves are passed to ``apply_changes``.
 
         Args:
             before: the values before the leaf, see ``read``
@@ -180,7 +181,7 @@ class LeafVariables:
             entry.variable.assign(after)
 
     def drop_if_absent(self, earlier: Sequence[tf.Tensor], present: tf.Tensor) -> None:
-        """Drops what a leaf without rows has written to variables that are equal in all leaves.
+        """Undoes the writes of a leaf without rows to variables that are equal in all leaves.
 
         Args:
             earlier: the values that the previous leaf of the device has written, see ``read``

@@ -1,4 +1,4 @@
-"""Defines what a step reports to the outer loop, besides the values for hooks."""
+"""Defines the flags that a step reports to the outer loop."""
 
 from __future__ import annotations
 
