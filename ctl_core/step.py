@@ -170,14 +170,14 @@ def update_once(
     states = derive_states(context)
     needed = frozenset({*fetches, *context.hooks.update_pre.arguments})
     is_logical = context.components.shape.logical_replicas is not None
-    add_up = add_up_by_all_reduce
+    compute_leaves = compute_with_all_reduce
     if is_logical:
-        add_up = add_up_along_tree
-    sums = add_up(context, replicas, states, global_batch, needed)
-    if states.are_set:
+        compute_leaves = compute_along_tree
+    sums = compute_leaves(context, replicas, states, global_batch, needed)
+    if states.sets_states:  # all devices get equal states, so they draw equal numbers in the update
         replicas.run(partial(states.assign, UPDATE))
     result = choose_update(context)(context, replicas, global_batch.examples, sums)
-    if states.are_set and is_logical:
+    if states.sets_states and is_logical:
         replicas.run(partial(states.assign, BETWEEN_STEPS))
     return StepResult(
         loss=result.summed.loss,
@@ -227,14 +227,14 @@ def choose_update(context: StepContext) -> MakeUpdate:
     return make_update
 
 
-def add_up_along_tree(
+def compute_along_tree(
     context: StepContext,
     replicas: Replicas,
     states: GeneratorStates,
     global_batch: GlobalBatch,
     needed: frozenset[str],
 ) -> Sums:
-    """Adds up the leaves along a fixed tree; the leaves are logical replicas.
+    """Computes all leaves, and adds them up along a fixed tree; the leaves are logical replicas.
 
     Args:
         context: the context of the step
@@ -254,16 +254,16 @@ def add_up_along_tree(
     return Sums(local=total, total=total, variables=variables, are_equal=are_equal)
 
 
-def add_up_by_all_reduce(
+def compute_with_all_reduce(
     context: StepContext,
     replicas: Replicas,
     states: GeneratorStates,
     global_batch: GlobalBatch,
     needed: frozenset[str],
 ) -> Sums:
-    """Adds up the leaves of each replica, and then those of all replicas in one all-reduce.
+    """Computes all leaves, and adds up those of each replica, and then those of all replicas.
 
-    See ``add_up_along_tree`` for the arguments.
+    See ``compute_along_tree`` for the arguments.
     """
     leaves = LeavesOfReplicas(context, replicas, states, global_batch, needed)
     contribution, variables = leaves.compute()
@@ -294,7 +294,7 @@ class LeavesOfReplicas:
         global_batch: GlobalBatch,
         needed: frozenset[str],
     ) -> None:
-        """Prepares an update; see ``add_up_along_tree`` for the arguments."""
+        """Prepares an update; see ``compute_along_tree`` for the arguments."""
         self._shape = context.components.shape
         self._replicas = replicas
         self._states = states
@@ -315,7 +315,9 @@ class LeavesOfReplicas:
             written = context.components.written
         takes_first = leaf_may_lack_rows(self._examples, self._shape.leaves)
         self._variables = LeafVariables(written, takes_first)
-        if self._shape.accumulate_steps == 1:  # the other variables need no reset
+        # With one round, each leaf begins with the right values anyway. Only the variables that are
+        # exchanged have to be read.
+        if self._shape.accumulate_steps == 1:
             self._variables = LeafVariables(self._variables.exchanged, takes_first)
         self._before: PerReplica = []
         if written:
@@ -363,19 +365,21 @@ class LeavesOfReplicas:
         Args:
             micro_batch: the index of the leaf among those of its replica
             share: the rows of the leaf
-            before: the values of the written variables before the step
+            before: the values of the written variables before the update
         """
         self._states.assign(share.leaf)
-        earlier: list[tf.Tensor] = []
+        values_of_previous_leaf: list[tf.Tensor] = []
         differences: list[tf.Tensor] = []
         if self._shape.accumulate_steps > 1:
-            earlier = self._variables.read()
+            values_of_previous_leaf = self._variables.read()
             self._variables.begin_leaf(before)
         contribution, variables = self._forward_backward(share)
         if self._shape.accumulate_steps > 1:
-            differences = self._variables.count_differences(earlier, micro_batch, share.present)
+            differences = self._variables.count_differences(
+                values_of_previous_leaf, micro_batch, share.present
+            )
             if share.present is not None:
-                self._variables.drop_if_absent(earlier, share.present)
+                self._variables.drop_if_absent(values_of_previous_leaf, share.present)
         weight = weigh_leaf(share, self._examples, self._shape.leaves)
         changes = self._variables.find_changes(before, share, weight)
         contribution = contribution._replace(changes=changes, differences=differences)
@@ -446,10 +450,10 @@ def _run_compiled_leaf(
 def sum_contributions(
     context: StepContext, needs_loss: bool, contribution: Contribution
 ) -> Contribution:
-    """Sums gradients, changes, and objectives if they are needed, over all replicas.
+    """Sums all numbers of a contribution over all replicas, with one all-reduce for each dtype.
 
-    One all-reduce sums all of them. Runs on one replica. ``finish_sums`` turns the result into the
-    values for ``update_pre``.
+    The objectives are summed only if they are needed. Runs on one replica. ``finish_sums`` turns
+    the result into the values for ``update_pre``.
     """
     summands = contribution._replace(output=[], batch=[])
     if not needs_loss:

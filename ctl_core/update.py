@@ -396,6 +396,8 @@ def apply_on_devices(
     updated = list(itertools.chain(*variables.values()))
     if not updated:
         return
+    # ``extended.update`` calls the function once for each device, in order, but does not pass the
+    # index of the device. The variable only tells it which devices there are.
     device_numbers = itertools.count()
 
     def apply_on_next_device(

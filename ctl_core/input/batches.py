@@ -52,7 +52,7 @@ class BatchShape:
 
     @property
     def has_several_leaves(self) -> bool:
-        """True if random states are set for each leaf, and the changes of leaves are combined.
+        """True if a batch is divided: the checks of a project then reject some layers.
 
         True for logical replicas even if there is only one, because a run keeps their number.
         """
@@ -92,6 +92,8 @@ class BatchShape:
             micro_batch: the index of the round
             examples: the number of examples in the batch
         """
+        # Leaf ``replica * A + micro_batch`` has one more row if its index is below the remainder.
+        # This is the case for ceil((remainder - micro_batch) / A) replicas.
         longer_leaves = examples % self.leaves - micro_batch + self.accumulate_steps - 1
         longer_leaves = tf.maximum(longer_leaves, 0) // self.accumulate_steps
         rows: tf.Tensor = self.replicas * (examples // self.leaves) + longer_leaves

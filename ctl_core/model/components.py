@@ -91,6 +91,8 @@ class Combination(enum.Enum):
 class WrittenVariable:
     """A variable that the forward pass or the backward pass writes.
 
+    Random generators, and the parts of training metrics, are not among these variables.
+
     Attributes:
         variable: the variable
         combination: how the changes of all leaves are combined

@@ -374,10 +374,10 @@ ForwardBackward: TypeAlias = Callable[[Share], tuple[Contribution, VariablesByOb
 def forward_backward(
     context: StepContext, examples: Count, kept: frozenset[str], share: Share
 ) -> tuple[Contribution, VariablesByObjective]:
-    """Computes the objectives of one replica and their gradients.
+    """Computes the objectives of one leaf and their gradients, and updates the training metrics.
 
-    This function does not sum over replicas, and does not update variables other than those that
-    the forward pass and the backward pass write.
+    This function does not sum over leaves. It writes no variables other than those of metrics, and
+    those that the forward pass and the backward pass write.
 
     Args:
         context: the context of the step, or of a turn within it

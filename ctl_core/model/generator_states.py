@@ -31,7 +31,7 @@ class GeneratorStates:
     """The states of the random generators in a step, or in the evaluation of a batch.
 
     Attributes:
-        are_set: whether there are states to assign; False if generators draw in sequence
+        sets_states: whether there are states to assign; False if generators draw in sequence
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GeneratorStates:
         pairs = list(zip(generators.variables, generators.initial_states, strict=True))
         if components.shape.logical_replicas is None:
             pairs = [pair for pair in pairs if id(pair[0]) in drawn and leaves > 1]
-        self.are_set = bool(pairs)
+        self.sets_states = bool(pairs)
         self._pairs = pairs
         if pairs:
             initial_states = [initial_state for _, initial_state in pairs]
@@ -71,7 +71,7 @@ class GeneratorStates:
         Args:
             index: the index of a leaf, ``UPDATE`` or ``BETWEEN_STEPS``
         """
-        if not self.are_set:
+        if not self.sets_states:
             return
         # A negative index counts from the end, as in a Python list.
         states = tf.gather(self._states, index % find_length(self._states))

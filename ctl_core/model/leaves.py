@@ -1,9 +1,9 @@
 """Combines the changes that the leaves of a step make to variables.
 
-Each leaf begins with the variables as they were before the step, and everything that it writes in
+Each leaf begins with the variables as they were before the update, and everything that it writes in
 its forward or backward pass is a change. The changes of all leaves are added up together with the
-gradients; ``Combination`` says how. After a step, every variable therefore has the same value on
-all devices.
+gradients; ``Combination`` says how. After an update, every variable therefore has the same value on
+all devices, except for the parts of training metrics.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class LeafVariables:
     def find_changes(
         self, before: Sequence[tf.Tensor], share: Share, weight: LeafWeight
     ) -> list[tf.Tensor]:
-        """Returns the contribution of a leaf to the exchange of each variable of ``exchanged``.
+        """Returns the tensor that a leaf adds to the exchange for each variable of ``exchanged``.
 
         This is the change of the variable, or its value if the variable takes the value of leaf 0.
         The sums over all leaves are passed to ``apply_changes``.
@@ -180,25 +180,25 @@ class LeafVariables:
                 after = select(present, entry.variable.read_value(), after)
             entry.variable.assign(after)
 
-    def drop_if_absent(self, earlier: Sequence[tf.Tensor], present: tf.Tensor) -> None:
+    def drop_if_absent(self, previous: Sequence[tf.Tensor], present: tf.Tensor) -> None:
         """Undoes the writes of a leaf without rows to variables that are equal in all leaves.
 
         Args:
-            earlier: the values that the previous leaf of the device has written, see ``read``
+            previous: the values that the previous leaf of the device has written, see ``read``
             present: whether the leaf has rows
         """
-        for entry, value in zip(self._written, earlier, strict=True):
+        for entry, value in zip(self._written, previous, strict=True):
             if entry.combination is Combination.EQUAL:
                 after = entry.variable.read_value()
                 entry.variable.assign(select(present, after, value))
 
     def count_differences(
-        self, earlier: Sequence[tf.Tensor], micro_batch: Count, present: tf.Tensor | None
+        self, previous: Sequence[tf.Tensor], micro_batch: Count, present: tf.Tensor | None
     ) -> list[tf.Tensor]:
         """Compares the values that a leaf has written with those of the previous leaf.
 
         Args:
-            earlier: the values that the previous leaf of the device has written, see ``read``
+            previous: the values that the previous leaf of the device has written, see ``read``
             micro_batch: the index of the leaf among those of its device
             present: whether the leaf has rows; None if every leaf has rows
 
@@ -210,7 +210,7 @@ class LeafVariables:
         if present is not None:
             is_compared &= present
         differences = []
-        for entry, value in zip(self._written, earlier, strict=True):
+        for entry, value in zip(self._written, previous, strict=True):
             if entry.combination is Combination.EQUAL:
                 is_equal = are_all_equal([value, entry.variable.read_value()])
                 differences.append(tf.cast(is_compared & ~is_equal, tf.float32))
