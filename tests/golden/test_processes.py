@@ -91,6 +91,38 @@ def test_any_batch_goes_on_on_another_number_of_processes(
             np.testing.assert_allclose(value, expected[key], 1e-5, 1e-6, err_msg=key)
 
 
+NOISY = """
+
+def create_model():
+    layers = keras.layers
+    return small.model_with(layers.BatchNormalization(momentum=0.8), layers.Dropout(0.3))
+"""
+
+
+def test_micro_batches_of_two_processes_draw_and_normalize_as_those_of_one(
+    tmp_path: Path, command: engine.Command
+) -> None:
+    """Both compute four leaves of a batch, of 18 rows and of 10 at the end of a pass."""
+    (tmp_path / "callbacks.py").write_text(small.CALLBACKS + SHUFFLED + NOISY)
+    flags = ["--batch-size", "18", "--learning-rate", "0.05", "--last-batch", "keep"]
+    for name, steps, micro_batches, workers in [
+        ("alone", 20, 4, 1),
+        ("moved", 12, 2, 2),
+        ("moved", 20, 4, 1),
+    ]:
+        words = ["train", "--run-name", name, "--steps", str(steps), *flags]
+        words += ["--accumulate-steps", str(micro_batches), "--workers", str(workers)]
+        if workers == 1:
+            outcome = command(*words)
+            assert outcome.code == 0, outcome.err
+        else:
+            together = engine.command(tmp_path, *words)
+            assert together.returncode == 0, together.stderr
+    expected = compare.read_checkpoint(tmp_path / "runs" / "alone", 20)
+    for key, value in compare.read_checkpoint(tmp_path / "runs" / "moved", 20).items():
+        np.testing.assert_allclose(value, expected[key], 1e-5, 1e-6, err_msg=key)
+
+
 SLOW_WEIGHTS = """
 from tests.golden.lookahead import Lookahead
 
