@@ -52,8 +52,13 @@ def weights_of(state: ctl_core.State) -> list[keras.Variable]:
     return [weight for weight in state.train_model.weights if "seed" not in weight.path]
 
 
-@pytest.mark.parametrize("batch", small.slow_but(27, of=[27, 32]))
-def test_micro_batches_draw_and_normalize_as_devices_do(train: engine.Train, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("batch", "jit_compile"),
+    small.slow_but((27, False), of=[(27, False), (32, False), (32, True)]),
+)
+def test_micro_batches_draw_and_normalize_as_devices_do(
+    train: engine.Train, batch: int, jit_compile: bool
+) -> None:
     """The model has batch normalization and Dropout. The last batch of a pass has 15 or no rows.
 
     A run that goes on with fewer devices and more micro-batches in each continues in the same way.
@@ -63,6 +68,7 @@ def test_micro_batches_draw_and_normalize_as_devices_do(train: engine.Train, bat
 
     def train_in(devices: int, micro_batches: int, run_name: str, steps: int = 8) -> Any:
         more = {"accumulate_steps": micro_batches, "run_name": run_name, "last_batch": "keep"}
+        more["jit_compile"] = jit_compile
         return train_on(train, hooks, devices, batch, steps=steps, **more)
 
     first, *others = (train_in(*way, run_name=f"on-{way[0]}") for way in WAYS)
