@@ -142,8 +142,8 @@ def test_signals_end_a_process_whose_graph_call_blocks(tmp_path: Path) -> None:
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         (tmp_path / "log").unlink(missing_ok=True)
         process = start(tmp_path, "data", "--stall-seconds=3")
-        wait_for(tmp_path, "waits")
-        time.sleep(0.5)
+        wait_for(tmp_path, "waits")  # data are read ahead, so training may not have begun
+        wait_for(tmp_path, NOTICE)
         process.send_signal(number)
         wait_for(
             tmp_path,
