@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-NUMBER = r"-?\d[\d,]*(?:\.\d*)?(?:e[+-]?\d+)?"
+NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 
 
 def read_samples(page: Path) -> list[str]:
