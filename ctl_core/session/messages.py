@@ -145,6 +145,13 @@ def _list_combined(state: State) -> list[str]:
     Within a step, a replica that reads such a variable after it has written it sees only its own
     change. Layers of Keras, including metrics, are known not to do this.
     """
+    combined = [
+        entry.variable
+        for entry in state.components.written
+        if entry.combination in (Combination.MEAN, Combination.SUM)
+    ]
+    if not combined:  # the search for all metrics takes a while
+        return []
     of_keras = {
         id(unwrap(variable))
         for layer in state.recording.layers
@@ -153,12 +160,7 @@ def _list_combined(state: State) -> list[str]:
     }
     for metric in list_objects(keras.Metric):
         of_keras.update(id(unwrap(variable)) for variable in metric.variables)
-    return [
-        name_variable(entry.variable)
-        for entry in state.components.written
-        if entry.combination in (Combination.MEAN, Combination.SUM)
-        and id(entry.variable) not in of_keras
-    ]
+    return [name_variable(variable) for variable in combined if id(variable) not in of_keras]
 
 
 def count_parameters(state: State) -> str:
