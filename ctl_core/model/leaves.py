@@ -19,6 +19,7 @@ from ctl_core.hooks.recording import Recording
 from ctl_core.input.batches import Share
 from ctl_core.model.averages import find_moving_statistics
 from ctl_core.model.components import Combination, Components, WrittenVariable
+from ctl_core.model.forward import keep_if
 from ctl_core.numerics.bits import are_all_equal
 from ctl_core.numerics.reduction import select
 from ctl_core.numerics.variables import name_variable, unwrap
@@ -152,12 +153,11 @@ class LeafVariables:
             share: the rows of the leaf
             weight: the weight of the leaf in means
         """
+        is_first = tf.equal(share.leaf, 0)
         changes = []
         for index, entry in zip(self._indices, self.exchanged, strict=True):
-            change = _find_change(entry, before[index], tf.equal(share.leaf, 0), weight)
-            if share.present is not None:
-                change = tf.where(share.present, change, tf.zeros_like(change))
-            changes.append(change)
+            change = _find_change(entry, before[index], is_first, weight)
+            changes.append(keep_if(share.present, change))
         return changes
 
     def apply_changes(
@@ -230,7 +230,7 @@ def _find_change(
     if entry.combination is Combination.PART:
         return after
     if entry.combination in (Combination.FIRST, Combination.EQUAL):
-        return tf.where(is_first, after, tf.zeros_like(after))
+        return keep_if(is_first, after)
     change = after - encode_for_sum(before)
     if entry.combination is Combination.SUM:
         return change
