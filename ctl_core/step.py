@@ -170,10 +170,10 @@ def update_once(
     states = derive_states(context)
     needed = frozenset({*fetches, *context.hooks.update_pre.arguments})
     is_logical = context.components.shape.logical_replicas is not None
-    compute_leaves = compute_with_all_reduce
     if is_logical:
-        compute_leaves = compute_along_tree
-    sums = compute_leaves(context, replicas, states, global_batch, needed)
+        sums = compute_along_tree(context, replicas, states, global_batch, needed)
+    else:
+        sums = LeavesOfReplicas(context, replicas, states, global_batch, needed).add_up()
     if states.sets_states:  # all devices get equal states, so they draw equal numbers in the update
         replicas.run(partial(states.assign, UPDATE))
     result = choose_update(context)(context, replicas, global_batch.examples, sums)
@@ -254,37 +254,16 @@ def compute_along_tree(
     return Sums(local=total, total=total, variables=variables, are_equal=are_equal)
 
 
-def compute_with_all_reduce(
-    context: StepContext,
-    replicas: Replicas,
-    states: GeneratorStates,
-    global_batch: GlobalBatch,
-    needed: frozenset[str],
-) -> Sums:
-    """Computes all leaves, and adds up those of each replica, and then those of all replicas.
-
-    See ``compute_along_tree`` for the arguments.
-    """
-    leaves = LeavesOfReplicas(context, replicas, states, global_batch, needed)
-    contribution, variables = leaves.compute()
-    total = replicas.run(partial(sum_contributions, context, "loss" in needed), contribution)
-    leaves.apply_changes(total.changes)
-    counts = [replicas.get_local_results(count)[0] for count in total.differences]
-    return Sums(
-        local=contribution,
-        total=total,
-        variables=variables,
-        are_equal=stack_flags([tf.equal(count, 0.0) for count in counts]),
-    )
-
-
 def stack_flags(flags: list[tf.Tensor]) -> tf.Tensor:
     """Returns a bool vector of flags, of which there may be none."""
     return tf.stack(flags) if flags else tf.zeros([0], tf.bool)
 
 
 class LeavesOfReplicas:
-    """Computes the leaves of each replica, one after another if a replica has several."""
+    """Computes all leaves, and adds up those of each replica, and then those of all replicas.
+
+    If a replica has several leaves, it computes them one after another.
+    """
 
     def __init__(
         self,
@@ -295,6 +274,8 @@ class LeavesOfReplicas:
         needed: frozenset[str],
     ) -> None:
         """Prepares an update; see ``compute_along_tree`` for the arguments."""
+        self._context = context
+        self._needs_loss = "loss" in needed
         self._shape = context.components.shape
         self._replicas = replicas
         self._states = states
@@ -323,22 +304,26 @@ class LeavesOfReplicas:
         if written:
             self._before = replicas.run(self._variables.read)
 
-    def compute(self) -> tuple[Contribution, VariablesByObjective]:
-        """Computes all leaves.
-
-        Returns:
-            The contribution of each replica, and the variables that its gradients belong to, by
-            objective.
-        """
+    def add_up(self) -> Sums:
+        """Computes all leaves, adds them up, and assigns the combined changes of variables."""
         micro_batches = self._shape.accumulate_steps
         if micro_batches == 1:
-            return self._compute_round(0)
-        return reduction.accumulate(self._replicas.run, micro_batches, self._compute_round)
-
-    def apply_changes(self, totals: PerReplica) -> None:
-        """Assigns the changes of all leaves, added up, to the variables of each replica."""
+            contribution, variables = self._compute_round(0)
+        else:
+            contribution, variables = reduction.accumulate(
+                self._replicas.run, micro_batches, self._compute_round
+            )
+        add_up = partial(sum_contributions, self._context, self._needs_loss)
+        total = self._replicas.run(add_up, contribution)
         if self._variables.exchanged:
-            self._replicas.run(self._apply_changes, self._before, totals)
+            self._replicas.run(self._apply_changes, self._before, total.changes)
+        counts = [self._replicas.get_local_results(count)[0] for count in total.differences]
+        return Sums(
+            local=contribution,
+            total=total,
+            variables=variables,
+            are_equal=stack_flags([tf.equal(count, 0.0) for count in counts]),
+        )
 
     def _apply_changes(self, before: list[tf.Tensor], totals: list[tf.Tensor]) -> None:
         """Assigns the changes of all leaves on one replica."""
@@ -346,10 +331,14 @@ class LeavesOfReplicas:
         self._variables.apply_changes(before, totals, present)
 
     def _compute_round(self, micro_batch: Count) -> tuple[Contribution, VariablesByObjective]:
-        """Computes one leaf of each replica; see ``compute`` for the result.
+        """Computes one leaf of each replica.
 
         Args:
             micro_batch: the index of the leaf among those of its replica
+
+        Returns:
+            The contribution of each replica, and the variables that its gradients belong to, by
+            objective.
         """
         share = self._deal(micro_batch)
         result: tuple[Contribution, VariablesByObjective] = self._replicas.run(
