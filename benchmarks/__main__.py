@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 memory = Memory(**values)
     if OWN_PROCESS in chosen:
-        timings += first_step.measure(max(1, rounds // 2))
+        timings += first_step.measure(max(1, rounds // 2), device)
     if CLUSTER in chosen and device == "cpu":
         timings += processes.measure(rounds)
     results = Results(timings, memory, GPU_GOALS if device == "gpu" else GOALS)

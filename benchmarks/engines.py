@@ -39,6 +39,8 @@ ROWS: list[tuple[str, int, str, int, dict[str, Any]]] = [
       ("mlp", "embedding", "lstm", "transformer")),
     *((f"{work}, {devices} devices", devices, work, 50, {}) for devices in (2, 4)
       for work in ("mlp", "cnn")),
+    ("a lookup table, 2 devices", 2, "table", 50, {}),
+    ("a summary, 2 devices", 2, "summary", 50, {}),
     ("cnn, a checkpoint every 100 steps", 1, "cnn", 50, {"ckpt_every": 100}),
     ("noisy cnn", 1, "noisy", 50, {}),
     *((f"noisy cnn, {devices} devices", devices, "noisy", 50, {}) for devices in (2, 4)),

@@ -126,6 +126,7 @@ class Goal(NamedTuple):
 ENGINE = ("engine",)
 CLUSTER: Key = ("mlp, 2 processes", 2, 0)
 START: Key = ("first step", 1, 0)
+START_OF_TRANSFORMER = "20 steps of a new process, transformer"
 GOALS = [
     Goal(("mlp", 1, 50), (FIT,), ENGINE, 4.5),
     Goal(("mlp", 1, 50), (MANY,), ENGINE, 1.1),
@@ -148,6 +149,8 @@ GOALS = [
     Goal(("images", 1, 50), ENGINE, (INPUT,), 1.05, at_most=True),
     # The imports, which are part of both times, take three quarters of the time of ``fit``.
     Goal(START, ENGINE, (FIT,), 0.95, at_most=True),
+    Goal((START_OF_TRANSFORMER, 1, 0), (FIT,), ENGINE, 1.4),
+    Goal((START_OF_TRANSFORMER, 4, 0), (FIT,), ENGINE, 2.0),
     Goal(("checkpoints of cnn", 1, 50), (SAVING,), ENGINE, 1.06, at_most=True),
     Goal(("cnn, exact", 4, 50), (LOGICAL,), ENGINE, 1.25, at_most=True),
     Goal(("cnn, exact", 1, 50), (LOGICAL,), (MICRO_BATCHES,), 1.1, at_most=True),

@@ -124,6 +124,36 @@ def mlp() -> Workload:
     return Workload("mlp", 32, 500, data, create_model, nadam, compiled_segment=4000)
 
 
+class LookUp(keras.layers.Layer):
+    """Adds a number from a lookup table, which exists once for all devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        signs = tf.lookup.KeyValueTensorInitializer([0, 1], [-0.1, 0.1], tf.int64, tf.float32)
+        self._table = tf.lookup.StaticHashTable(signs, 0.0)
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + self._table.lookup(tf.cast(inputs > 0, tf.int64))
+
+
+class Summarize(keras.layers.Layer):
+    """Writes a summary of its inputs, and returns them."""
+
+    def call(self, inputs: Any) -> Any:
+        tf.summary.scalar("mean", tf.reduce_mean(inputs))
+        return inputs
+
+
+def mlp_with(name: str, layer: Callable[[], keras.layers.Layer]) -> Workload:
+    """Creates the MLP with a layer that is called first."""
+    dense = keras.layers.Dense
+
+    def create_model() -> keras.Model:
+        return with_weights(keras.Input((16,)), layer(), dense(32, activation="relu"), dense(10))
+
+    return dataclasses.replace(mlp(), name=name, create_model=create_model)
+
+
 def cnn() -> Workload:
     """Creates a CNN for images of 28x28, in batches so small that the cost of the loop matters."""
     layer = keras.layers
@@ -196,8 +226,8 @@ def lstm() -> Workload:
     return Workload("lstm", 16, 200, sliced(normal(1600, 20, 8), 10), create_model, nadam)
 
 
-def transformer() -> Workload:
-    """Creates a Transformer of two blocks, with width 64 and sequences of length 32."""
+def transformer(blocks: int = 2) -> Workload:
+    """Creates a Transformer of some blocks, with width 64 and sequences of length 32."""
     layer = keras.layers
     width = 64
 
@@ -210,13 +240,20 @@ def transformer() -> Workload:
     def create_model() -> keras.Model:
         keras.utils.set_random_seed(1)
         inputs = keras.Input((32, 16))
-        outputs = block(block(layer.Dense(width)(inputs)))
+        outputs = layer.Dense(width)(inputs)
+        for _ in range(blocks):
+            outputs = block(outputs)
         return keras.Model(inputs, layer.Dense(10)(layer.GlobalAveragePooling1D()(outputs)))
 
     data = sliced(normal(800, 32, 16), 10)
     # The tolerance is larger, because rounding errors grow: layer normalization divides small
     # gradients by small deviations, and Nadam turns small gradients into full steps.
     return Workload("transformer", 16, 50, data, create_model, nadam, tolerance=2e-3)
+
+
+def deep_transformer() -> Workload:
+    """Creates a Transformer of six blocks, whose graph is large; only its start is measured."""
+    return transformer(blocks=6)
 
 
 def images() -> Workload:
@@ -260,4 +297,6 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "lstm": lstm,
     "transformer": transformer,
     "images": images,
+    "table": lambda: mlp_with("table", LookUp),
+    "summary": lambda: mlp_with("summary", Summarize),
 }
