@@ -1,8 +1,9 @@
 """The graph functions that take training steps.
 
-One kind of function takes many steps in a call. The other kind takes one step, and returns the
-values that due hooks have as arguments. If hooks freeze or unfreeze layers, the functions are
-traced again.
+One kind of function takes many steps in a call, and returns the loss of the last one. The other
+kind takes one step, and returns the values that due hooks have as arguments. All of them call the
+same functions for the work of a device, see model/shared_functions.py. If hooks freeze or unfreeze
+layers, the functions are traced again.
 
 In a compiled run on a single replica, each step is one XLA executable. If many batches are read at
 once (see input/prefetch.py), their steps are one executable, too. The sum over several replicas
@@ -13,29 +14,30 @@ whether a run is compiled.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.compat import GraphWriter, add_called_ops
-from ctl_core.executable import Executable, refuse_to_compile
+from ctl_core.compat import GraphWriter, add_called_ops, is_inaccessible
 from ctl_core.hooks.recording import read_flags
 from ctl_core.input.batches import BatchShape
 from ctl_core.input.prefetch import count_batches
 from ctl_core.input.stream import Input
 from ctl_core.model.components import Compilation, Components, StepContext, TraceContext
+from ctl_core.model.executable import Executable, refuse_to_compile
 from ctl_core.model.failures import check_numerics
 from ctl_core.model.leaves import list_compared
 from ctl_core.model.state import State
 from ctl_core.numerics.reduction import PIECES, join_pieces_for_host
 from ctl_core.numerics.report import Report
-from ctl_core.run.errors import CompilationFailed, RunError
+from ctl_core.run.errors import CompilationFailed, HookFailed, RunError
 from ctl_core.run.files import relative_path
-from ctl_core.step import GlobalBatch, strip_objective, train_step
+from ctl_core.step import GlobalBatch, train_step
 from ctl_core.types import Batch, BatchSpec, Count, PerReplica, Structure
 
 # A function that TensorFlow has traced, or traces when it is called. TensorFlow does not declare
@@ -43,6 +45,9 @@ from ctl_core.types import Batch, BatchSpec, Count, PerReplica, Structure
 GraphFunction: TypeAlias = Any
 # Values of a step. The keys are the names of the hook arguments that receive the values.
 StepValues: TypeAlias = dict[str, Structure]
+# The number of steps that are taken to find out why a graph call failed.
+_STEPS_AFTER_FAILURE = 8
+# Each graph returns the loss, which costs nothing.
 _LOSS = frozenset({"loss"})
 
 
@@ -165,15 +170,16 @@ class StepFunctions:
         # The variables that a step trains, if they are fetched: a graph cannot return them.
         self._variables: dict[GraphKey, Structure] = {}
         self._trainable: tuple[bool, ...] = ()
-        context = TraceContext(state.components, quiet=quiet, compilation=compilation)
+        context = TraceContext(
+            state.components,
+            quiet=quiet,
+            compilation=compilation,
+            # Only in a graph without functions, TensorFlow always reports the op that failed.
+            shares=not state.config.detect_anomaly,
+        )
         if compilation is Compilation.STEP:
             summaries = GraphWriter(refuse_to_compile)
         self._tracer = StepTracer(context, state.data, summaries)
-        # The values that a loop of steps can return. If other values are needed, the last step is a
-        # separate graph call.
-        self._fetches_of_loops: frozenset[str] = frozenset()
-        if self._tracer.batches_at_once:
-            self._fetches_of_loops = _LOSS
         self._checks_new_graphs = False
         self.refresh()
 
@@ -181,6 +187,7 @@ class StepFunctions:
         """Discards all graphs, which refer to the iterator over the training data."""
         self._graphs.clear()
         self._executables.clear()
+        self._tracer.discard()
         self.called.clear()
 
     def refresh(self) -> None:
@@ -200,8 +207,8 @@ class StepFunctions:
     def take_steps(self, steps: int, fetches: frozenset[str] = frozenset()) -> StepValues:
         """Takes steps, and returns values of the last step.
 
-        All steps run in one graph call. If a loop cannot return the values, however, the last step
-        is a separate call.
+        All steps run in one graph call. If other values than the loss are needed, however, the last
+        step is a separate call.
 
         Args:
             steps: the number of steps to take, at least 1
@@ -213,7 +220,7 @@ class StepFunctions:
             gradients and variables are lists, and the loss is a tensor.
         """
         function = self.trace(fetches)
-        if fetches <= self._fetches_of_loops:
+        if fetches <= _LOSS:
             result = self._call(function, tf.constant(steps))
         else:
             if steps > 1:
@@ -223,12 +230,31 @@ class StepFunctions:
         if self._compared:
             self._check_equal(Report.unpack(reports).are_equal)
         self.reports.append(reports)
-        values: StepValues = dict(result.values)
+        values = {name: value for name, value in result.values.items() if name in fetches}
         for name, pieces in result.pieces.items():
             values[name] = join_pieces_for_host(pieces)
         if "variables" in fetches:
             values["variables"] = self._variables[self._make_key(fetches)]
         return values
+
+    def repeat_failure(self) -> None:
+        """Takes a few more steps, each device by itself and op by op, until one of them fails.
+
+        If a function fails that all devices call, the other devices cancel the graph call before
+        the function can return the reason. Outside of a graph, the function can. Variables may have
+        any values after a failure, so it does not matter that they change.
+
+        Raises:
+            Exception: the failure. If no step fails, none is raised.
+        """
+        if self._state.data.is_stream:  # the next batch may never come
+            return
+        self._tracer.trainable = self._trainable
+        self._tracer.summaries = tf.summary.create_noop_writer()
+        step = self._state.components.step_variable.read_value()
+        for _ in range(_STEPS_AFTER_FAILURE):
+            step = step + 1
+            self._tracer.step_on_next_batch(_LOSS, None, step)
 
     def _call(self, function: GraphFunction, *arguments: tf.Tensor) -> CallResult:
         """Calls a graph function, and records whether XLA may compile it during this call."""
@@ -277,19 +303,33 @@ class StepFunctions:
         key = self._make_key(fetches)
         if key in self._graphs:
             return self._graphs[key]
+        self._tracer.trainable = self._trainable
         executable = None
         if self._tracer.context.compilation is Compilation.STEP:
             executable = self._trace_executable(key)
             self._check(executable)
-        if key.fetches == self._fetches_of_loops:
-            function = define_loop(self._tracer, key.fetches, executable)
-        else:
-            function = define_single_step(self._tracer, key.fetches, executable)
-        with check_numerics(self._state.config.detect_anomaly):
-            self._graphs[key] = function.get_concrete_function()
+        try:
+            self._graphs[key] = self._trace_new(key, executable)
+        except HookFailed as error:
+            # A hook stored a tensor while a leaf was traced, and used it in the update.
+            if not (self._tracer.context.shares and is_inaccessible(error.__cause__)):
+                raise
+            self._tracer.stop_sharing()
+            self._graphs[key] = self._trace_new(key, executable)
         if executable is None:  # otherwise, the step was traced for the executable
             self._variables[key] = self._tracer.pop_variables()
         return self._graphs[key]
+
+    def _trace_new(self, key: GraphKey, executable: Executable | None) -> GraphFunction:
+        """Traces the function with this key; ``executable`` is that of a compiled step."""
+        if key.fetches != _LOSS:
+            function = define_single_step(self._tracer, key.fetches, executable)
+        elif executable is not None and self._tracer.batches_at_once:
+            function = define_stacked_loop(self._tracer, executable)
+        else:
+            function = define_loop(self._tracer, executable)
+        with check_numerics(self._state.config.detect_anomaly):
+            return function.get_concrete_function()
 
     def find_obstacle(self, fetches: frozenset[str]) -> str | None:
         """Returns why XLA cannot compile a step that returns these values; None if it can.
@@ -305,17 +345,16 @@ class StepFunctions:
     def _make_key(self, fetches: frozenset[str]) -> GraphKey:
         """Returns the key of the function for these values and for the layers that are frozen now.
 
-        There is only one loop for all values that a loop can return.
+        Every function returns the loss, so most runs need only a loop.
         """
-        if fetches <= self._fetches_of_loops:
-            fetches = self._fetches_of_loops
-        return GraphKey(self._trainable, fetches)
+        return GraphKey(self._trainable, fetches | _LOSS)
 
     def _trace_executable(self, key: GraphKey) -> Executable:
         """Returns the executable with this key; traces it if necessary."""
         if key not in self._executables:
-            if self._tracer.batches_at_once and key.fetches == self._fetches_of_loops:
-                self._executables[key] = self._tracer.compile_many_steps(key.fetches)
+            self._tracer.trainable = key.trainable
+            if self._tracer.batches_at_once and key.fetches == _LOSS:
+                self._executables[key] = self._tracer.compile_many_steps()
             else:
                 self._executables[key] = self._tracer.compile_step(key.fetches)
             self._variables[key] = self._tracer.pop_variables()
@@ -355,6 +394,8 @@ class StepTracer:
         data: the training data
         batches_at_once: the number of batches that are stacked for an executable; 0 if batches are
             not stacked
+        trainable: see ``GraphKey``; graphs with the same flags share their functions
+        summaries: writes the summaries of graph hooks
     """
 
     def __init__(
@@ -363,8 +404,19 @@ class StepTracer:
         self.context = context
         self.data = data
         self.batches_at_once = _count_batches_at_once(data, context.compilation)
-        self._summaries = summaries
+        self.trainable: tuple[bool, ...] = ()
+        self.summaries = summaries
         self._variables: Structure = {}
+        self._functions: dict[tuple[bool, ...], dict[Hashable, Any]] = {}
+
+    def discard(self) -> None:
+        """Discards the functions that graphs share."""
+        self._functions.clear()
+
+    def stop_sharing(self) -> None:
+        """Lets each device and each graph trace functions of its own."""
+        self.context = dataclasses.replace(self.context, shares=False)
+        self.discard()
 
     def step_on_next_batch(
         self, fetches: frozenset[str], executable: Executable | None, step: tf.Tensor
@@ -392,8 +444,8 @@ class StepTracer:
         spec = self.data.dataset.element_spec
         return Executable(components, take_step, spec, tf.TensorSpec([], tf.int64))
 
-    def compile_many_steps(self, fetches: frozenset[str]) -> Executable:
-        """Traces the executable that takes many steps on stacked batches; see ``define_loop``."""
+    def compile_many_steps(self) -> Executable:
+        """Traces the executable for many steps on stacked batches, see ``_take_many_steps``."""
         stacked_spec = tf.nest.map_structure(
             lambda spec: tf.TensorSpec([self.batches_at_once, *spec.shape], spec.dtype),
             self.data.dataset.element_spec,
@@ -401,7 +453,7 @@ class StepTracer:
         index_spec = tf.TensorSpec([], tf.int32)
         return Executable(
             self.context.components,
-            partial(_take_many_steps, self, fetches),
+            partial(_take_many_steps, self),
             stacked_spec, index_spec, tf.TensorSpec([], tf.int64), index_spec,
         )  # fmt: skip
 
@@ -409,8 +461,9 @@ class StepTracer:
         self, global_batch: GlobalBatch, fetches: frozenset[str], step: tf.Tensor
     ) -> TracedStep:
         """Traces a step on a global batch; ``step`` is the step number, an int64 scalar."""
-        context = self.context.begin_step(step)
-        with self._summaries.as_default(step):
+        functions = self._functions.setdefault(self.trainable, {})
+        context = dataclasses.replace(self.context.begin_step(step), functions=functions)
+        with self.summaries.as_default(step):
             result = train_step(context, global_batch, fetches)
         values = result.fetch(fetches)
         if "variables" in values:
@@ -434,115 +487,81 @@ class LoopState(NamedTuple):
     Attributes:
         done: the number of steps that the loop has taken, an int32 scalar
         reports: the packed report of each step
-        values: the fetched values of the last step
+        losses: the losses of the last step, see ``CarriedLosses``
     """
 
     done: tf.Tensor
     reports: tf.TensorArray
-    values: StepValues
+    losses: list[tf.Tensor]
 
 
-def define_loop(
-    tracer: StepTracer, fetches: frozenset[str], executable: Executable | None
-) -> GraphFunction:
-    """Defines the graph function that runs a loop of steps.
+class CarriedLosses:
+    """Carries the losses of each step to the end of a loop.
+
+    A loop requires the types of its variables before its first step is traced. So the losses are
+    carried as a list of float64 scalars: those of the first objective on all replicas, then those
+    of the next one. The losses of all replicas are carried, because TensorFlow would otherwise
+    create another version of the function that computes them; see ``CallResult.unused``.
+    """
+
+    def __init__(self, components: Components) -> None:
+        self._strategy = components.strategy
+        self._replicas = len(components.strategy.extended.worker_devices)
+        self._objectives = len(components.optimizers)
+        self._loss: Structure = None  # of the step that was traced, without tensors
+        self._dtypes: list[tf.DType] = []
+
+    def begin(self) -> list[tf.Tensor]:
+        """Returns the losses before the first step."""
+        return [tf.zeros([], tf.float64) for _ in range(self._replicas * self._objectives)]
+
+    def carry(self, values: StepValues) -> list[tf.Tensor]:
+        """Returns the losses of a step as the loop carries them."""
+        losses = [
+            loss
+            for per_replica in tf.nest.flatten(values["loss"])
+            for loss in self._strategy.experimental_local_results(per_replica)
+        ]
+        self._loss = tf.nest.map_structure(lambda _: 0, values["loss"])
+        self._dtypes = [loss.dtype for loss in losses]
+        return [tf.cast(loss, tf.float64) for loss in losses]
+
+    def restore(self, carried: list[tf.Tensor]) -> tuple[Structure, tuple[tf.Tensor, ...]]:
+        """Returns the loss of the first replica as a step returns it, and those of the others."""
+        pairs = zip(carried, self._dtypes, strict=True)
+        losses = [tf.cast(loss, dtype) for loss, dtype in pairs]
+        firsts = losses[:: self._replicas]
+        others = [loss for index, loss in enumerate(losses) if index % self._replicas]
+        return tf.nest.pack_sequence_as(self._loss, firsts), tuple(others)
+
+
+def define_loop(tracer: StepTracer, executable: Executable | None) -> GraphFunction:
+    """Defines the graph function that takes steps, and returns the loss of the last one.
 
     The function has one argument: the number of steps to take, an int32 scalar.
 
     Args:
         tracer: traces the steps
-        fetches: the names of the values of the last step to return
-        executable: the executable that takes one step, or one step per stacked batch; None if the
-            steps are not compiled as a whole
+        executable: the executable that takes a step; None if steps are not compiled as a whole
     """
-    step_variable = tracer.context.components.step_variable
+    components = tracer.context.components
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int32)])
     def run_loop(steps: tf.Tensor) -> CallResult:
-        steps_before = step_variable.read_value()
+        steps_before = components.step_variable.read_value()
+        carried = CarriedLosses(components)
 
-        def take_step(done: tf.Tensor, reports: tf.TensorArray, _: StepValues) -> LoopState:
+        def take_step(done: tf.Tensor, reports: tf.TensorArray, _: list[tf.Tensor]) -> LoopState:
             step = steps_before + tf.cast(done, tf.int64) + 1
-            traced = tracer.step_on_next_batch(fetches, executable, step)
-            return LoopState(done + 1, reports.write(done, traced.report), traced.values)
+            report, values = tracer.step_on_next_batch(_LOSS, executable, step)
+            return LoopState(done + 1, reports.write(done, report), carried.carry(values))
 
-        def take_stacked(done: tf.Tensor, reports: tf.TensorArray, _: StepValues) -> LoopState:
-            """Takes one step per stacked batch, all in a single call of the executable."""
-            assert executable is not None
-            stacked, first, count = tracer.data.iterator.take(steps - done)
-            earlier_steps = steps_before + tf.cast(done, tf.int64)
-            new_reports, values = executable(stacked, first, earlier_steps, count)
-            reports = reports.scatter(done + tf.range(count), new_reports[:count])
-            return LoopState(done + count, reports, values)
-
-        take_next = take_step
-        if executable is not None and tracer.batches_at_once:
-            take_next = take_stacked
-        done, reports, values = _run_steps(tracer, fetches, take_next, steps, most_steps=steps)
-        # The steps are counted after the loop, so that a call that fails counts none of them.
-        step_variable.assign_add(tf.cast(done, tf.int64))
-        return CallResult({}, values, [], reports.stack())
+        _, reports, losses = _run_loop(components, take_step, steps, steps, carried.begin())
+        stacked_reports = _count_steps(components, steps, reports, losses)
+        loss, unused = carried.restore(losses)
+        return CallResult({}, {"loss": loss}, [unused], stacked_reports)
 
     return run_loop
-
-
-def _run_steps(
-    tracer: StepTracer,
-    fetches: frozenset[str],
-    take_next: Callable[[tf.Tensor, tf.TensorArray, StepValues], LoopState],
-    steps: tf.Tensor,
-    most_steps: Count,
-) -> LoopState:
-    """Runs a loop of steps inside a graph, and returns the state after the last step.
-
-    Args:
-        tracer: traces the steps
-        fetches: the names of the values of the last step to return
-        take_next: takes one or more steps; its arguments are the fields of a ``LoopState``
-        steps: the number of steps to take, an int32 scalar
-        most_steps: the number of rows of the reports
-    """
-    before = LoopState(
-        tf.constant(0), _create_reports(tracer, most_steps), _create_no_values(tracer, fetches)
-    )
-    return LoopState(*tf.while_loop(lambda done, *_: done < steps, take_next, before))
-
-
-def _take_many_steps(
-    tracer: StepTracer,
-    fetches: frozenset[str],
-    stacked: Batch,
-    first: tf.Tensor,
-    steps_before: tf.Tensor,
-    steps: tf.Tensor,
-) -> tuple[tf.Tensor, StepValues]:
-    """Takes steps on stacked batches, inside an XLA executable.
-
-    Args:
-        tracer: traces a step
-        fetches: the names of the values of the last step to return
-        stacked: the batches
-        first: the index of the first batch to use
-        steps_before: the number of steps that were taken earlier, an int64 scalar
-        steps: the number of steps to take, an int32 scalar
-
-    Returns:
-        The reports, with a row for each stacked batch, of which only the first ``steps`` rows are
-        meaningful; and the values of the last step.
-    """
-
-    def take_step(done: tf.Tensor, reports: tf.TensorArray, _: StepValues) -> LoopState:
-        # This uses gather, because XLA would compile the index of a slice into the executable as a
-        # constant.
-        batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, first + done), stacked)
-        global_batch = GlobalBatch(*tracer.data.deal_out(batch))
-        step = steps_before + tf.cast(done, tf.int64) + 1
-        traced = tracer.step_on(global_batch, fetches, step)
-        values = tf.nest.map_structure(lambda value: tf.cast(value, tf.float32), traced.values)
-        return LoopState(done + 1, reports.write(done, traced.report), values)
-
-    _, reports, values = _run_steps(tracer, fetches, take_step, steps, tracer.batches_at_once)
-    return reports.stack(), values
 
 
 def define_single_step(
@@ -581,6 +600,112 @@ def define_single_step(
     return run_step
 
 
+def define_stacked_loop(tracer: StepTracer, executable: Executable) -> GraphFunction:
+    """Defines the graph function that takes steps on stacked batches, and returns the last loss.
+
+    The function has one argument: the number of steps to take, an int32 scalar.
+
+    Args:
+        tracer: traces the steps
+        executable: the executable of ``compile_many_steps``
+    """
+    components = tracer.context.components
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int32)])
+    def run_loop(steps: tf.Tensor) -> CallResult:
+        steps_before = components.step_variable.read_value()
+        carried = CarriedLosses(components)
+
+        def take_stacked(done: tf.Tensor, reports: tf.TensorArray, _: list[tf.Tensor]) -> LoopState:
+            """Takes one step per stacked batch, all in a single call of the executable."""
+            stacked, first, count = tracer.data.iterator.take(steps - done)
+            earlier_steps = steps_before + tf.cast(done, tf.int64)
+            new_reports, loss = executable(stacked, first, earlier_steps, count)
+            reports = reports.scatter(done + tf.range(count), new_reports[:count])
+            return LoopState(done + count, reports, carried.carry({"loss": loss}))
+
+        _, reports, losses = _run_loop(components, take_stacked, steps, steps, carried.begin())
+        stacked_reports = _count_steps(components, steps, reports, losses)
+        loss, _ = carried.restore(losses)
+        return CallResult({}, {"loss": loss}, [], stacked_reports)
+
+    return run_loop
+
+
+def _count_steps(
+    components: Components, steps: tf.Tensor, reports: tf.TensorArray, losses: list[tf.Tensor]
+) -> tf.Tensor:
+    """Counts the steps of a loop, and returns their reports.
+
+    The steps are counted after the loop, so that a call that fails counts none of them.
+
+    Args:
+        components: the components of the steps
+        steps: the number of steps
+        reports: the reports at the end of the loop
+        losses: the losses at the end of the loop
+    """
+    stacked = reports.stack()
+    with tf.control_dependencies([stacked, *losses]):
+        components.step_variable.assign_add(tf.cast(steps, tf.int64))
+    return stacked
+
+
+def _run_loop(
+    components: Components,
+    take_next: Callable[[tf.Tensor, tf.TensorArray, list[tf.Tensor]], LoopState],
+    steps: tf.Tensor,
+    most_steps: Count,
+    no_losses: list[tf.Tensor],
+) -> LoopState:
+    """Runs a loop of steps inside a graph, and returns the state after the last step.
+
+    Args:
+        components: the components of the steps
+        take_next: takes one or more steps; its arguments are the fields of a ``LoopState``
+        steps: the number of steps to take, an int32 scalar
+        most_steps: the number of rows of the reports
+        no_losses: the losses before the first step
+    """
+    flags = len(Report._fields) - 1 + len(list_compared(components))
+    reports = tf.TensorArray(tf.bool, most_steps, element_shape=[flags])
+    before = LoopState(tf.constant(0), reports, no_losses)
+    return LoopState(*tf.while_loop(lambda done, *_: done < steps, take_next, before))
+
+
+def _take_many_steps(
+    tracer: StepTracer, stacked: Batch, first: tf.Tensor, steps_before: tf.Tensor, steps: tf.Tensor
+) -> tuple[tf.Tensor, Structure]:
+    """Takes steps on stacked batches, inside an XLA executable.
+
+    Args:
+        tracer: traces a step
+        stacked: the batches
+        first: the index of the first batch to use
+        steps_before: the number of steps that were taken earlier, an int64 scalar
+        steps: the number of steps to take, an int32 scalar
+
+    Returns:
+        The reports, with a row for each stacked batch, of which only the first ``steps`` rows are
+        meaningful; and the loss of the last step.
+    """
+    components = tracer.context.components
+    carried = CarriedLosses(components)
+
+    def take_step(done: tf.Tensor, reports: tf.TensorArray, _: list[tf.Tensor]) -> LoopState:
+        # This uses gather, because XLA would compile the index of a slice into the executable as a
+        # constant.
+        batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, first + done), stacked)
+        global_batch = GlobalBatch(*tracer.data.deal_out(batch))
+        step = steps_before + tf.cast(done, tf.int64) + 1
+        report, values = tracer.step_on(global_batch, _LOSS, step)
+        return LoopState(done + 1, reports.write(done, report), carried.carry(values))
+
+    most_steps = tracer.batches_at_once
+    _, reports, losses = _run_loop(components, take_step, steps, most_steps, carried.begin())
+    return reports.stack(), carried.restore(losses)[0]
+
+
 def _list_pieces(
     micro_batches: list[PerReplica],
     replicas: int,
@@ -592,16 +717,3 @@ def _list_pieces(
             yield tf.nest.map_structure(
                 lambda value, replica=replica: local_results(value)[replica], piece
             )
-
-
-def _create_reports(tracer: StepTracer, steps: Count) -> tf.TensorArray:
-    """Returns an empty array for the packed reports of a number of steps."""
-    compared = list_compared(tracer.context.components)
-    flags = len(Report._fields) - 1 + len(compared)
-    return tf.TensorArray(tf.bool, steps, element_shape=[flags])
-
-
-def _create_no_values(tracer: StepTracer, fetches: frozenset[str]) -> StepValues:
-    """Returns the values with which a loop of steps starts: zeros in place of the losses."""
-    no_losses = {name: tf.zeros([]) for name in tracer.context.components.optimizers}
-    return {name: strip_objective(no_losses) for name in fetches}

@@ -8,51 +8,43 @@ contains the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.cluster.collectives import replica_id
-from ctl_core.executable import find_obstacle_to_determinism, forbid_uncompilable
 from ctl_core.input.batches import Share, keep_rows_if, leaf_may_lack_rows
 from ctl_core.model.components import (
     SINGLE_OBJECTIVE,
     Compilation,
+    Components,
     Division,
     StepContext,
-    WrittenVariable,
     choose_division,
 )
-from ctl_core.model.forward import ForwardBackward, forward_backward
-from ctl_core.model.generator_states import BETWEEN_STEPS, TRAINING, UPDATE, GeneratorStates
-from ctl_core.model.leaves import LeafVariables, weigh_leaf
+from ctl_core.model.forward import forward_backward
+from ctl_core.model.generator_states import TRAINING, choose_generators
+from ctl_core.model.leaves import LeafVariables, Sums, weigh_leaf
 from ctl_core.model.logical_replicas import LogicalReplicas
 from ctl_core.model.replicas import Replicas
+from ctl_core.model.shared_functions import hide_numbers
 from ctl_core.model.weighed_shares import WeighedShares
 from ctl_core.numerics import reduction
-from ctl_core.numerics.reduction import PIECES, Contribution
+from ctl_core.numerics.reduction import PIECES, ContributionLayout, PackedContribution
 from ctl_core.numerics.report import Report
-from ctl_core.run.errors import SetupError
 from ctl_core.types import (
     Count,
     GradientsByObjective,
-    GraphFunction,
     PerReplica,
     Structure,
     UserObject,
     VariablesByObjective,
 )
-from ctl_core.update import (
-    MakeUpdate,
-    Sums,
-    UpdateResult,
-    make_compiled_update,
-    make_logical_update,
-    make_update,
-)
+from ctl_core.update import make_update
 
 _OPTIMIZER_IN_MICRO_BATCH = (
     "grad_pre: applies an optimizer itself, which accumulate_steps would repeat in each "
@@ -167,70 +159,44 @@ def update_once(
 ) -> StepResult:
     """Makes one update on a global batch."""
     replicas = Replicas(context)
-    states = derive_states(context)
     needed = frozenset({*fetches, *context.hooks.update_pre.arguments})
-    is_logical = context.components.shape.logical_replicas is not None
-    if is_logical:
-        sums = compute_along_tree(context, replicas, states, global_batch, needed)
+    if context.components.shape.logical_replicas is not None:
+        sums = compute_along_tree(context, replicas, global_batch, needed)
     else:
-        sums = LeavesOfReplicas(context, replicas, states, global_batch, needed).add_up()
-    if states.sets_states:  # all devices get equal states, so they draw equal numbers in the update
-        replicas.run(partial(states.assign, UPDATE))
-    result = choose_update(context)(context, replicas, global_batch.examples, sums)
-    if states.sets_states and is_logical:
-        replicas.run(partial(states.assign, BETWEEN_STEPS))
+        sums = LeavesOfReplicas(context, replicas, global_batch, needed).add_up()
+    result = make_update(context, replicas, global_batch.examples, sums, fetches)
     return StepResult(
-        loss=result.summed.loss,
-        weight=sums.total.weight,
-        gradients=result.summed.gradients,
-        update_gradients=result.updates.applied,
-        display_gradients=result.updates.displayed,
-        variables=sums.variables,
+        loss=result.loss,
+        weight=result.weight,
+        gradients=result.gradients,
+        update_gradients=result.update_gradients,
+        display_gradients=result.display_gradients,
+        variables=sums.layout.variables,
         output=sums.local.output,
         batch=sums.local.batch,
-        report=combine_reports(replicas, result, sums),
+        report=combine_reports(replicas, result.report, sums.are_equal),
     )
 
 
-def combine_reports(replicas: Replicas, result: UpdateResult, sums: Sums) -> Report:
-    """Returns the report of an update, in which the flags of all replicas are combined."""
-    flags = zip(
-        replicas.get_local_results(result.loss_is_finite),
-        replicas.get_local_results(result.gradients_are_numbers),
-        strict=True,
-    )
-    return Report.combine([Report(*flags_of_replica, sums.are_equal) for flags_of_replica in flags])
+def combine_reports(replicas: Replicas, reports: PerReplica, are_equal: tf.Tensor | None) -> Report:
+    """Returns the report of an update, in which the flags of all replicas are combined.
 
-
-def derive_states(context: StepContext) -> GeneratorStates:
-    """Returns the states that random generators have in an update.
-
-    In a step without noise, they are not set, so that the step writes the same variables on any
-    number of devices.
+    Args:
+        replicas: the replicas that made the update
+        reports: the report of each replica
+        are_equal: the flag of this name, if it is the same for all replicas; otherwise None
     """
-    components = context.components
-    assert context.step is not None
-    drawn: Collection[int] = components.generators.drawn
-    if context.quiet:
-        drawn = ()
-    turn = context.turn or 0
-    leaves = components.shape.leaves
-    return GeneratorStates(components, TRAINING, context.step, turn, leaves, drawn)
-
-
-def choose_update(context: StepContext) -> MakeUpdate:
-    """Returns the function that makes the update with the sums over all leaves."""
-    if context.components.shape.logical_replicas is not None:
-        return make_logical_update
-    if context.compilation is Compilation.REPLICA:
-        return make_compiled_update
-    return make_update
+    combined = Report.combine(
+        [Report(*flags) for flags in zip(*map(replicas.get_local_results, reports), strict=True)]
+    )
+    if are_equal is not None:
+        combined = combined._replace(are_equal=are_equal)
+    return combined
 
 
 def compute_along_tree(
     context: StepContext,
     replicas: Replicas,
-    states: GeneratorStates,
     global_batch: GlobalBatch,
     needed: frozenset[str],
 ) -> Sums:
@@ -239,24 +205,11 @@ def compute_along_tree(
     Args:
         context: the context of the step
         replicas: the devices that compute the leaves
-        states: the states of the random generators
         global_batch: the global batch
         needed: the names of the values that hooks or the caller need afterwards
     """
-    examples = global_batch.examples
-    kept = frozenset(PIECES) & needed
-    function: ForwardBackward = partial(forward_backward, context, examples, kept)
-    if context.compilation is Compilation.REPLICA:
-        function = partial(_run_compiled_leaf, context, function)
-    computation = LogicalReplicas(context, states, replicas.run)
-    total, variables = computation.compute(global_batch.deal(0), examples, function)
-    are_equal = stack_flags(computation.are_equal)
-    return Sums(local=total, total=total, variables=variables, are_equal=are_equal)
-
-
-def stack_flags(flags: list[tf.Tensor]) -> tf.Tensor:
-    """Returns a bool vector of flags, of which there may be none."""
-    return tf.stack(flags) if flags else tf.zeros([0], tf.bool)
+    computation = LogicalReplicas(context, replicas, frozenset(PIECES) & needed)
+    return computation.compute(global_batch.deal(0), global_batch.examples)
 
 
 class LeavesOfReplicas:
@@ -269,107 +222,150 @@ class LeavesOfReplicas:
         self,
         context: StepContext,
         replicas: Replicas,
-        states: GeneratorStates,
         global_batch: GlobalBatch,
         needed: frozenset[str],
     ) -> None:
         """Prepares an update; see ``compute_along_tree`` for the arguments."""
         self._context = context
-        self._needs_loss = "loss" in needed
         self._shape = context.components.shape
         self._replicas = replicas
-        self._states = states
         self._examples = global_batch.examples
         self._deal = global_batch.deal
+        generators = choose_generators(context)
+        assert context.step is not None
+        self._states = generators.derive(TRAINING, context.step, context.turn or 0)
         if choose_division(context) is Division.BEFORE_FORWARD:
-            self._deal = WeighedShares(context, replicas, states, global_batch.deal).deal
-        kept = frozenset(PIECES) & needed
-        self._forward_backward: ForwardBackward = partial(
-            forward_backward, context, self._examples, kept
-        )
-        if self._shape.accumulate_steps > 1:
-            self._forward_backward = partial(_run_without_optimizers, self._forward_backward)
-        if context.compilation is Compilation.REPLICA:
-            self._forward_backward = partial(_run_compiled, self._forward_backward)
-        written: Sequence[WrittenVariable] = ()
-        if self._shape.leaves > 1:  # a single leaf changes the variables itself
-            written = context.components.written
+            self._deal = WeighedShares(
+                context, replicas, generators, self._states, global_batch.deal
+            ).deal
         takes_first = leaf_may_lack_rows(self._examples, self._shape.leaves)
-        self._variables = LeafVariables(written, takes_first)
-        # With one round, each leaf begins with the right values anyway. Only the variables that are
-        # exchanged have to be read.
-        if self._shape.accumulate_steps == 1:
-            self._variables = LeafVariables(self._variables.exchanged, takes_first)
+        self._variables = choose_leaf_variables(context.components, takes_first)
+        kept = frozenset(PIECES) & needed
+        key = ("leaf", context.turn, kept)
+        leaf = Leaf(context, self._variables, kept)
+        self._leaf = replicas.share(
+            key,
+            leaf.compute,
+            compiled=context.compilation is Compilation.REPLICA,
+            waits=self._shape.accumulate_steps > 1,
+        )
         self._before: PerReplica = []
-        if written:
+        if self._variables.exchanged or self._shape.accumulate_steps > 1:
             self._before = replicas.run(self._variables.read)
 
     def add_up(self) -> Sums:
-        """Computes all leaves, adds them up, and assigns the combined changes of variables."""
+        """Computes all leaves, and adds them up."""
         micro_batches = self._shape.accumulate_steps
         if micro_batches == 1:
-            contribution, variables = self._compute_round(0)
+            contribution, layout = self._compute_round(0)
         else:
-            contribution, variables = reduction.accumulate(
+            contribution, layout = reduction.accumulate(
                 self._replicas.run, micro_batches, self._compute_round
             )
-        add_up = partial(sum_contributions, self._context, self._needs_loss)
-        total = self._replicas.run(add_up, contribution)
-        if self._variables.exchanged:
-            self._replicas.run(self._apply_changes, self._before, total.changes)
-        counts = [self._replicas.get_local_results(count)[0] for count in total.differences]
+        add_up = partial(reduction.sum_over_replicas, replicas=self._shape.replicas)
         return Sums(
             local=contribution,
-            total=total,
-            variables=variables,
-            are_equal=stack_flags([tf.equal(count, 0.0) for count in counts]),
+            total=self._replicas.run(add_up, contribution.buckets),
+            layout=layout,
+            written=self._variables,
+            before=self._before,
+            states=self._states,
+            are_equal=None,
         )
 
-    def _apply_changes(self, before: list[tf.Tensor], totals: list[tf.Tensor]) -> None:
-        """Assigns the changes of all leaves on one replica."""
-        _, present = self._shape.count_rows_of(replica_id(), self._examples)
-        self._variables.apply_changes(before, totals, present)
-
-    def _compute_round(self, micro_batch: Count) -> tuple[Contribution, VariablesByObjective]:
+    def _compute_round(self, micro_batch: Count) -> tuple[PackedContribution, ContributionLayout]:
         """Computes one leaf of each replica.
 
         Args:
             micro_batch: the index of the leaf among those of its replica
 
         Returns:
-            The contribution of each replica, and the variables that its gradients belong to, by
-            objective.
+            The contribution of each replica, and its layout.
         """
         share = self._deal(micro_batch)
-        result: tuple[Contribution, VariablesByObjective] = self._replicas.run(
-            partial(self._compute_leaf, micro_batch), share, self._before
-        )
-        return result
+        if self._leaf.is_shared and self._leaf.has_several_devices:
+            share = self._replicas.run(hide_numbers, share)
+        values = (micro_batch, share, self._examples, self._before, self._states)
+        call = partial(self._replicas.call, self._leaf, *values)
+        packed, layout = self._leaf.run_again_if_not_shareable(call)
+        return self._replicas.run(layout.restore_shapes, packed), layout
 
-    def _compute_leaf(
-        self, micro_batch: Count, share: Share, before: list[tf.Tensor]
-    ) -> tuple[Contribution, VariablesByObjective]:
-        """Computes a leaf. Runs on one replica.
+
+def choose_leaf_variables(components: Components, takes_first: bool) -> LeafVariables:
+    """Returns the variables whose changes are combined after all leaves have been computed.
+
+    Args:
+        components: the components of the run
+        takes_first: see ``LeafVariables``
+    """
+    shape = components.shape
+    if shape.leaves == 1:  # a single leaf changes the variables itself
+        return LeafVariables([])
+    variables = LeafVariables(components.written, takes_first)
+    # With one round, each leaf begins with the right values anyway. Only the variables that are
+    # exchanged have to be read.
+    if shape.accumulate_steps == 1:
+        variables = LeafVariables(variables.exchanged, takes_first)
+    return variables
+
+
+class Leaf:
+    """Computes a leaf on one replica. Contains no tensors, so that all graphs can use it."""
+
+    def __init__(
+        self,
+        context: StepContext,
+        variables: LeafVariables,
+        kept: frozenset[str],
+    ) -> None:
+        """Prepares to compute leaves.
 
         Args:
+            context: the context of the step; its step is not used
+            variables: the variables whose changes are combined
+            kept: the values to return besides the gradients: any of ``output`` and ``batch``
+        """
+        self._context = dataclasses.replace(context, step=None)
+        self._generators = choose_generators(context)
+        self._has_rounds = context.components.shape.accumulate_steps > 1
+        self._variables = variables
+        self._kept = kept
+
+    def compute(
+        self,
+        step: tf.Tensor,
+        micro_batch: Count,
+        share: Share,
+        examples: Count,
+        before: list[tf.Tensor],
+        states: tf.Tensor | None,
+    ) -> tuple[PackedContribution, ContributionLayout]:
+        """Computes a leaf.
+
+        Args:
+            step: the number of the step
             micro_batch: the index of the leaf among those of its replica
             share: the rows of the leaf
+            examples: the number of examples in the global batch
             before: the values of the written variables before the update
+            states: the states of the random generators in this update
         """
-        self._states.assign(share.leaf)
+        context = self._context.begin_step(step)
+        self._generators.assign(states, share.leaf)
         values_of_previous_leaf: list[tf.Tensor] = []
         differences: list[tf.Tensor] = []
-        if self._shape.accumulate_steps > 1:
+        if self._has_rounds:
             values_of_previous_leaf = self._variables.read()
             self._variables.begin_leaf(before)
-        contribution, variables = self._forward_backward(share)
-        if self._shape.accumulate_steps > 1:
+        with refuse_optimizers_if(self._has_rounds):
+            contribution, variables = forward_backward(context, examples, self._kept, share)
+        if self._has_rounds:
             differences = self._variables.count_differences(
                 values_of_previous_leaf, micro_batch, share.present
             )
             if share.present is not None:
                 self._variables.drop_if_absent(values_of_previous_leaf, share.present)
-        weight = weigh_leaf(share, self._examples, self._shape.leaves)
+        weight = weigh_leaf(share, examples, context.components.shape.leaves)
         changes = self._variables.find_changes(before, share, weight)
         contribution = contribution._replace(changes=changes, differences=differences)
         if share.present is not None:
@@ -377,75 +373,14 @@ class LeavesOfReplicas:
                 output=keep_rows_if(share.present, contribution.output),
                 batch=keep_rows_if(share.present, contribution.batch),
             )
-        return contribution, variables
+        layout = ContributionLayout(
+            contribution, variables, are_exchanged=context.components.shape.replicas > 1
+        )
+        return layout.pack(contribution), layout
 
 
-def _run_without_optimizers(
-    function: ForwardBackward, share: Share
-) -> tuple[Contribution, VariablesByObjective]:
-    """Runs the forward and backward pass of a micro-batch.
-
-    Raises an error if a hook applies an optimizer in it.
-    """
-    with compat.refuse_optimizers(_OPTIMIZER_IN_MICRO_BATCH):
-        return function(share)
-
-
-def _run_compiled(
-    function: ForwardBackward, share: Share
-) -> tuple[Contribution, VariablesByObjective]:
-    """Runs the forward and backward pass of one replica in an XLA executable.
-
-    A compiled function can return only tensors, so the variables are returned separately. The
-    function is defined again for each replica and each graph, because a cached trace would use the
-    variables of another replica.
-    """
-    variables: VariablesByObjective = {}
-    compiled = _define_compiled(function, variables)
-    with forbid_uncompilable():
-        return compiled(share), variables
-
-
-def _define_compiled(function: ForwardBackward, variables: VariablesByObjective) -> GraphFunction:
-    """Returns a function that XLA compiles; tracing the function fills ``variables``."""
-
-    @tf.function(jit_compile=True, autograph=False)
-    def compiled(share: Share) -> Contribution:
-        contribution, traced_variables = function(share)
-        variables.update(traced_variables)
-        return contribution
-
-    return compiled
-
-
-def _run_compiled_leaf(
-    context: StepContext, function: ForwardBackward, share: Share
-) -> tuple[Contribution, VariablesByObjective]:
-    """Runs the forward and backward pass of one logical replica in an XLA executable.
-
-    Raises:
-        SetupError: XLA cannot compile the pass; the message names the op and its line.
-    """
-    variables: VariablesByObjective = {}
-    compiled = _define_compiled(function, variables)
-    with forbid_uncompilable():
-        graph = compiled.get_concrete_function(share).graph
-        obstacle = find_obstacle_to_determinism(graph, context.hooks)
-        if obstacle is not None:
-            raise SetupError(f"jit_compile: {obstacle}; train with --no-jit-compile.")
-        return compiled(share), variables
-
-
-def sum_contributions(
-    context: StepContext, needs_loss: bool, contribution: Contribution
-) -> Contribution:
-    """Sums all numbers of a contribution over all replicas, with one all-reduce for each dtype.
-
-    The objectives are summed only if they are needed. Runs on one replica. ``finish_sums`` turns
-    the result into the values for ``update_pre``.
-    """
-    summands = contribution._replace(output=[], batch=[])
-    if not needs_loss:
-        summands = summands._replace(loss={})
-    total: Contribution = reduction.sum_over_replicas(summands, context.components.shape.replicas)
-    return total
+def refuse_optimizers_if(condition: bool) -> contextlib.AbstractContextManager[None]:
+    """Raises an error inside the context if a micro-batch applies an optimizer itself."""
+    if condition:
+        return compat.refuse_optimizers(_OPTIMIZER_IN_MICRO_BATCH)
+    return contextlib.nullcontext()

@@ -375,7 +375,7 @@ class Trainer:
             fetches = self._schedule.find_fetches(step)
         graphs_called = len(self.functions.called)
         with (
-            attribute_errors(state, self.functions, before),
+            attribute_errors(state, self.functions, before, self.functions.repeat_failure),
             self._steps_per_call.measure(steps),
         ):
             values = self.functions.take_steps(steps, fetches)
@@ -571,7 +571,7 @@ class Trainer:
         state = self.state
         sync = functools.partial(self._sync, hook=state.hooks.create_eval_dataset)
         with (
-            attribute_errors(state, self.functions, step),
+            attribute_errors(state, self.functions, step, state.evaluation.repeat_failure),
             state.clock.pause(),
         ):
             values: dict[str, float] | None = state.evaluation.evaluate(sync)

@@ -7,36 +7,47 @@ As in step.py, everything runs while a graph is traced.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from ctl_core import compat
 from ctl_core.cluster.collectives import place_rows, replica_id
-from ctl_core.cluster.replica_contexts import enter_logical_replica, weigh_by_rows
-from ctl_core.executable import describe_op, find_uncompilable_op, forbid_uncompilable
-from ctl_core.input.batches import find_first_replica
+from ctl_core.cluster.replica_contexts import (
+    enter_logical_replica,
+    find_local_device,
+    is_shared,
+    weigh_by_rows,
+)
 from ctl_core.model.components import Compilation, StepContext
+from ctl_core.model.executable import describe_op, find_uncompilable_op
 from ctl_core.model.failures import find_line
-from ctl_core.model.forward import call_made, fix_sparse_shape
+from ctl_core.model.forward import call_made, fix_shape
+from ctl_core.model.generator_states import BETWEEN_STEPS, UPDATE, choose_generators
+from ctl_core.model.leaves import LeafVariables, Sums
 from ctl_core.model.replicas import Replicas
 from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import are_finite, are_losses_finite, are_numbers
 from ctl_core.numerics.randomness import draws_random_numbers
-from ctl_core.numerics.reduction import PIECES, Contribution
-from ctl_core.numerics.variables import unwrap
+from ctl_core.numerics.reduction import PIECES, Contribution, ContributionLayout, PackedContribution
+from ctl_core.numerics.report import Report
 from ctl_core.run.errors import HookFailed, NotCompilable, SetupError
 from ctl_core.types import (
     Count,
+    Gradient,
     Gradients,
     GradientsByObjective,
     UserObject,
     Variable,
     VariablesByObjective,
 )
+
+# The names of values that an update returns only if they are needed.
+_RETURNED = frozenset({"gradients", "update_gradients", "display_gradients"})
 
 
 class Updates(NamedTuple):
@@ -53,41 +64,34 @@ class Updates(NamedTuple):
     skips: dict[str, tf.Tensor]
 
 
-class Sums(NamedTuple):
-    """The sums over all leaves of a batch.
+class UpdateResult(NamedTuple):
+    """The results of an update, as described in ``step.StepResult``.
 
-    Attributes:
-        local: the contribution of each replica, which has the replica's own output and batch; along
-            the tree, the same values as ``total``
-        total: the sums, the same on all replicas
-        variables: the variables by objective, in the order of the gradients; they are not tensors
-        are_equal: see ``Report``
+    Gradients that are not needed are left out. The report is that of a single replica.
     """
 
-    local: Contribution
-    total: Contribution
-    variables: VariablesByObjective
-    are_equal: tf.Tensor
+    loss: dict[str, tf.Tensor]
+    weight: list[tf.Tensor]
+    gradients: GradientsByObjective
+    update_gradients: GradientsByObjective
+    display_gradients: dict[str, UserObject]
+    report: Report
 
 
-class UpdateResult(NamedTuple):
-    """The results of an update; tensors have a value for each replica.
+class PreparedUpdate(NamedTuple):
+    """The results of everything that an update does before the optimizers run.
 
     Attributes:
         summed: the gradients and objectives summed over the replicas
+        weight: the weight of the batch, see ``step.StepResult``
         updates: the result of ``call_update_pre``
-        loss_is_finite: see ``Report``
-        gradients_are_numbers: see ``Report``
+        report: the flags of the replica
     """
 
     summed: Contribution
+    weight: list[tf.Tensor]
     updates: Updates
-    loss_is_finite: tf.Tensor
-    gradients_are_numbers: tf.Tensor
-
-
-# A function that makes an update with the sums, see ``make_update``.
-MakeUpdate: TypeAlias = Callable[[StepContext, Replicas, Count, Sums], UpdateResult]
+    report: Report
 
 
 def finish_sums(context: StepContext, is_executable: bool, total: Contribution) -> Contribution:
@@ -99,10 +103,12 @@ def finish_sums(context: StepContext, is_executable: bool, total: Contribution) 
     Args:
         context: the context of the step
         is_executable: whether XLA compiles the traced graph
-        total: the result of ``sum_contributions``
+        total: the sums over all leaves
     """
-    gradients = reduction.merge_rows(total.gradients, is_executable)
-    return unscale_sums(context, total._replace(gradients=gradients))
+    if context.components.shape.logical_replicas is None:  # the tree has merged the rows already
+        gradients = reduction.merge_rows(total.gradients, is_executable)
+        total = total._replace(gradients=gradients)
+    return unscale_sums(context, total)
 
 
 def unscale_sums(context: StepContext, total: Contribution) -> Contribution:
@@ -125,85 +131,208 @@ def unscale_sums(context: StepContext, total: Contribution) -> Contribution:
 
 
 def make_update(
-    context: StepContext, replicas: Replicas, examples: Count, sums: Sums
+    context: StepContext,
+    replicas: Replicas,
+    examples: Count,
+    sums: Sums,
+    returned: frozenset[str],
 ) -> UpdateResult:
     """Makes the update with the sums over all leaves.
+
+    In a compiled run, the work of each replica is an XLA executable, and so is the update. An
+    update that draws random numbers must be compiled as well, because the same seed gives other
+    random numbers without XLA. If an update draws none, and XLA cannot compile it, for example
+    because it writes a summary, it is not compiled. That of logical replicas never is.
 
     Args:
         context: the context of the step, or of a turn within it
         replicas: the replicas that make the update
         examples: the number of examples in the global batch
         sums: the sums
-    """
-    is_executable = context.compilation is Compilation.STEP
-    finish = partial(finish_sums, context, is_executable)
-    call = partial(call_update_pre, context, examples, sums.variables)
-    if context.components.shape.logical_replicas is not None:
-        finish = partial(unscale_sums, context)
-        call = partial(_call_alike, context, call)
-    summed = replicas.run(finish, sums.total)
-    updates = replicas.run(call, sums.local, summed)
-    flags = replicas.run(partial(compute_flags, context), sums.local, summed)
-    apply_updates(context, replicas, sums.variables, summed, updates)
-    return UpdateResult(summed, updates, *flags)
-
-
-def _call_alike(
-    context: StepContext,
-    call: Callable[[Contribution, Contribution], Updates],
-    local: Contribution,
-    summed: Contribution,
-) -> Updates:
-    """Calls ``update_pre`` on a device as if the device were logical replica 0.
-
-    All devices thus compute the same update.
-    """
-    with enter_logical_replica(0, context.components.shape.leaves):
-        return call(local, summed)
-
-
-def make_logical_update(
-    context: StepContext, replicas: Replicas, examples: Count, sums: Sums
-) -> UpdateResult:
-    """Makes the update of logical replicas, which is never compiled; see ``make_update``."""
-    with refuse_random_ops(context, obstacle="that of logical replicas never is"):
-        return make_update(context, replicas, examples, sums)
-
-
-def make_compiled_update(
-    context: StepContext, replicas: Replicas, examples: Count, sums: Sums
-) -> UpdateResult:
-    """Makes the update in one XLA executable for each replica; for arguments see ``make_update``.
-
-    The work before the sum is compiled by XLA. An update that draws random numbers must be compiled
-    as well, because the same seed gives other random numbers without XLA. If an update draws none,
-    and XLA cannot compile it, for example because it writes a summary, it is not compiled.
+        returned: the names of the values to return
 
     Raises:
         SetupError: the update draws random numbers, but cannot be compiled.
     """
     arguments = context.hooks.update_pre.arguments
-    needed = sums.local._replace(
-        gradients={},
-        weight=[],
+    local = sums.local._replace(
+        buckets=[],
         output=sums.local.output if "output" in arguments else [],
         batch=sums.local.batch if "batch" in arguments else [],
-        changes=[],
-        differences=[],
     )
-    total = sums.total._replace(changes=[], differences=[])
-    update = partial(_run_compiled_update, context, examples, sums.variables)
-    try:
-        result: UpdateResult = replicas.run(update, needed, total)
+    values = (examples, local, sums.total, sums.before, sums.states)
+    define = partial(Update, context, sums.layout, sums.written, returned)
+    returned = returned & _RETURNED
+    key = ("update", context.turn, returned, sums.layout.signature)
+    obstacle = "that of logical replicas never is"
+    is_logical = context.components.shape.logical_replicas is not None
+    if context.compilation is Compilation.REPLICA and not is_logical:
+        check = partial(_check_compilable, context)
+        executable = define(is_executable=True)
+        compiled = replicas.share((*key, "compiled"), executable.make, compiled=True, check=check)
+        try:
+            call = partial(replicas.call, compiled, *values)
+            result: UpdateResult = compiled.run_again_if_not_shareable(call)[0]
+            return result
+        except NotCompilable as error:
+            obstacle = str(error)
+        except HookFailed as error:
+            if not isinstance(error.__cause__, NotCompilable):
+                raise
+            obstacle = str(error)
+    update = define(is_executable=context.compilation is Compilation.STEP)
+    # The update of logical replicas is always a function, so that it is rounded in the same way on
+    # any number of devices.
+    function = replicas.share(key, update.make, inlined=not is_logical)
+
+    step = context.step
+    assert isinstance(step, tf.Tensor)
+
+    def run() -> UpdateResult:
+        result: UpdateResult
+        if function.is_shared or is_logical:
+            result = replicas.call(function, *values)[0]
+            return result
+        # If hooks use an object that exists once, each of them runs on all devices before the next.
+        prepared = replicas.run(partial(update.prepare, step), *values)
+        result = replicas.run(partial(update.finish, step), sums.states, prepared)
         return result
-    except NotCompilable as error:
-        obstacle = str(error)
-    except HookFailed as error:
-        if not isinstance(error.__cause__, NotCompilable):
-            raise
-        obstacle = str(error)
+
     with refuse_random_ops(context, obstacle):
-        return make_update(context, replicas, examples, sums)
+        result = function.run_again_if_not_shareable(run)
+    return result
+
+
+def _check_compilable(context: StepContext, graph: tf.Graph) -> None:
+    """Raises ``NotCompilable`` if XLA cannot compile the graph of an update."""
+    op = find_uncompilable_op(graph)
+    if op is not None:
+        raise NotCompilable(describe_op(op, context.hooks))
+
+
+class Update:
+    """Makes the update on one replica. Contains no tensors, so that all graphs can use it."""
+
+    def __init__(
+        self,
+        context: StepContext,
+        layout: ContributionLayout,
+        written: LeafVariables,
+        returned: frozenset[str],
+        is_executable: bool,
+    ) -> None:
+        """Prepares an update.
+
+        Args:
+            context: the context of the step, or of a turn within it; its step is not used
+            layout: the layout of the sums
+            written: the variables whose changes were added up
+            returned: the names of the values to return
+            is_executable: whether XLA compiles the update
+        """
+        self._is_executable = is_executable
+        self._context = dataclasses.replace(context, step=None)
+        self._layout = layout
+        self._written = written
+        self._returned = returned
+        self._generators = choose_generators(context)
+
+    def make(
+        self,
+        step: tf.Tensor,
+        examples: Count,
+        local: PackedContribution,
+        total: list[Gradient],
+        before: list[tf.Tensor],
+        states: tf.Tensor | None,
+    ) -> tuple[UpdateResult, None]:
+        """Makes the update; see ``prepare`` for the arguments."""
+        prepared = self.prepare(step, examples, local, total, before, states)
+        return self.finish(step, states, prepared), None
+
+    def prepare(
+        self,
+        step: tf.Tensor,
+        examples: Count,
+        local: PackedContribution,
+        total: list[Gradient],
+        before: list[tf.Tensor],
+        states: tf.Tensor | None,
+    ) -> PreparedUpdate:
+        """Does everything up to the call of ``update_pre``.
+
+        Args:
+            step: the number of the step
+            examples: the number of examples in the global batch
+            local: the contribution of the replica
+            total: the sums over all leaves, see ``Sums``
+            before: the values of the written variables before the leaves
+            states: the states of the random generators in the update
+        """
+        context = self._context.begin_step(step)
+        shape = context.components.shape
+        variables = self._layout.variables
+        sums = self._layout.unpack(total)
+        present = None
+        if shape.logical_replicas is None:
+            _, present = shape.count_rows_of(replica_id(), examples)
+        else:
+            local = local._replace(loss=sums.loss)  # the same on all devices
+        self._written.apply_changes(before, sums.changes, present)
+        # All devices get equal states, so they draw equal numbers in the update.
+        self._generators.assign(states, UPDATE)
+        gradients = {
+            name: list(map(fix_shape, gradients, variables[name]))
+            for name, gradients in sums.gradients.items()
+        }
+        summed = finish_sums(context, self._is_executable, sums._replace(gradients=gradients))
+        with enter_alike(context):
+            updates = call_update_pre(context, examples, variables, local, summed)
+        loss_is_finite, gradients_are_numbers = compute_flags(context, local, summed)
+        are_equal = [tf.equal(count, 0.0) for count in sums.differences]
+        report = Report(loss_is_finite, gradients_are_numbers, stack_flags(are_equal))
+        return PreparedUpdate(summed, sums.weight, updates, report)
+
+    def finish(
+        self, step: tf.Tensor, states: tf.Tensor | None, prepared: PreparedUpdate
+    ) -> UpdateResult:
+        """Lets the optimizers apply the update, and calls ``update_post``.
+
+        Args:
+            step: the number of the step
+            states: the states of the random generators in the update
+            prepared: the result of ``prepare``
+        """
+        context = self._context.begin_step(step)
+        summed, weight, updates, report = prepared
+        apply_updates(context, self._layout.variables, summed, updates)
+        if context.components.shape.logical_replicas is not None:
+            self._generators.assign(states, BETWEEN_STEPS)
+        values: dict[str, Any] = {
+            "gradients": summed.gradients,
+            "update_gradients": updates.applied,
+            "display_gradients": updates.displayed,
+        }
+        for name, value in values.items():
+            if name not in self._returned:
+                values[name] = type(value)()
+        return UpdateResult(summed.loss, weight, **values, report=report)
+
+
+def stack_flags(flags: list[tf.Tensor]) -> tf.Tensor:
+    """Returns a bool vector of flags, of which there may be none."""
+    return tf.stack(flags) if flags else tf.zeros([0], tf.bool)
+
+
+def enter_alike(context: StepContext) -> contextlib.AbstractContextManager[None]:
+    """Makes every device with logical replicas call hooks as if it were logical replica 0.
+
+    All devices thus compute the same update. Does nothing without logical replicas.
+    """
+    shape = context.components.shape
+    if shape.logical_replicas is None:
+        return contextlib.nullcontext()
+    return enter_logical_replica(0, shape.leaves)
 
 
 @contextlib.contextmanager
@@ -233,48 +362,11 @@ def refuse_random_ops(context: StepContext, obstacle: str) -> Iterator[None]:
             )
 
 
-def _run_compiled_update(
-    context: StepContext,
-    examples: Count,
-    variables: VariablesByObjective,
-    contribution: Contribution,
-    total: Contribution,
-) -> UpdateResult:
-    """Makes the update of one replica in an XLA executable.
-
-    Raises:
-        NotCompilable: XLA cannot compile the update.
-    """
-    strategy = context.components.strategy
-    replica = tf.get_static_value(tf.convert_to_tensor(replica_id()))
-    number = int(replica) - find_first_replica(strategy)
-
-    @tf.function(jit_compile=True, autograph=False)
-    def compiled(contribution: Contribution, total: Contribution) -> UpdateResult:
-        gradients = {
-            name: list(map(fix_sparse_shape, gradients, variables[name]))
-            for name, gradients in total.gradients.items()
-        }
-        summed = finish_sums(context, True, total._replace(gradients=gradients))
-        updates = call_update_pre(context, examples, variables, contribution, summed)
-        flags = compute_flags(context, contribution, summed)
-        with compat.enter_update(strategy, number):
-            apply_on_replica(context, number, variables, summed, updates)
-        return UpdateResult(summed, updates, *flags)
-
-    with forbid_uncompilable():
-        op = find_uncompilable_op(compiled.get_concrete_function(contribution, total).graph)
-        if op is not None:
-            raise NotCompilable(describe_op(op, context.hooks))
-        result: UpdateResult = compiled(contribution, total)
-        return result
-
-
 def call_update_pre(
     context: StepContext,
     examples: Count,
     variables: VariablesByObjective,
-    contribution: Contribution,
+    contribution: Contribution | PackedContribution,
     summed: Contribution,
 ) -> Updates:
     """Calls ``update_pre`` for each objective on one replica, without applying the updates.
@@ -341,7 +433,7 @@ def _check_shapes(context: StepContext, update: Gradients, variables: list[Varia
 
 
 def compute_flags(
-    context: StepContext, contribution: Contribution, summed: Contribution
+    context: StepContext, contribution: PackedContribution, summed: Contribution
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns whether the loss of a replica is finite, and whether no summed gradient has a NaN."""
     loss_is_finite = are_losses_finite(contribution.loss)
@@ -349,23 +441,6 @@ def compute_flags(
         return loss_is_finite, tf.constant(True)
     gradients = itertools.chain(*summed.gradients.values())
     return loss_is_finite, are_numbers(gradients)
-
-
-def apply_updates(
-    context: StepContext,
-    replicas: Replicas,
-    variables: VariablesByObjective,
-    summed: Contribution,
-    updates: Updates,
-) -> None:
-    """Lets optimizers apply the updates; in float16, only if all gradients are finite."""
-    # The gradients are the same on all replicas, so a single check decides for all of them.
-    gradients = tf.nest.flatten(summed.gradients)
-    _apply_if_finite(
-        context,
-        partial(apply_on_devices, context, variables, updates),
-        [replicas.get_local_results(value)[0] for value in gradients],
-    )
 
 
 def _apply_if_finite(
@@ -384,60 +459,45 @@ def _apply_if_finite(
     loss_scale.adjust(is_finite)
 
 
-def apply_on_devices(
-    context: StepContext, variables: VariablesByObjective, updates: Updates
-) -> None:
-    """Applies the updates on each device of this process, to the variables of that device.
-
-    Replicas exchange no values here, because all replicas compute the same update from the same
-    gradients. A condition in ``update_pre`` or in an optimizer therefore has the same value on all
-    replicas.
-    """
-    updated = list(itertools.chain(*variables.values()))
-    if not updated:
-        return
-    # ``extended.update`` calls the function once for each device, in order, but does not pass the
-    # index of the device. The variable only tells it which devices there are.
-    device_numbers = itertools.count()
-
-    def apply_on_next_device(
-        _: tf.Variable, applied: GradientsByObjective, skips: dict[str, tf.Tensor]
-    ) -> None:
-        apply_on_device(context, next(device_numbers), variables, applied, skips)
-
-    context.components.strategy.extended.update(
-        unwrap(updated[0]),
-        apply_on_next_device,
-        args=(updates.applied, updates.skips),
-        group=False,
-    )
-
-
-def apply_on_replica(
+def apply_updates(
     context: StepContext,
-    number: int,
     variables: VariablesByObjective,
     summed: Contribution,
     updates: Updates,
 ) -> None:
-    """Applies the updates on one replica, like ``apply_updates``; runs in an update context.
+    """Lets optimizers apply the updates on one device; in float16, only finite ones.
+
+    Replicas exchange no values here, because all replicas compute the same update from the same
+    gradients. A condition in ``update_pre`` or in an optimizer therefore has the same value on all
+    replicas.
 
     Args:
         context: the context of the step, or of a turn within it
-        number: the index of the device among the devices of this process
         variables: the variables by objective, in the order of the gradients
         summed: the gradients and objectives summed over the replicas
         updates: the result of ``call_update_pre``
     """
     if not any(variables.values()):
         return
-    apply = partial(apply_on_device, context, number, variables, updates.applied, updates.skips)
-    _apply_if_finite(context, apply, tf.nest.flatten(summed.gradients))
+    strategy = context.components.strategy
+    number = find_local_device(strategy)
+    device: str | None = strategy.extended.worker_devices[number]
+    if is_shared():
+        device = None  # ops run on the device that calls the function
+    assert isinstance(context.step, tf.Tensor)
+    apply = partial(apply_on_device, context, variables, updates.applied, updates.skips)
+    with (
+        compat.mute_other_summaries(context.step, tf.convert_to_tensor(replica_id())),
+        compat.enter_update(strategy, number),
+        tf.device(device),
+        tf.name_scope(""),  # otherwise, the names of summaries would begin with the name scope
+        compat.update_device(strategy, number, device),
+    ):
+        _apply_if_finite(context, apply, tf.nest.flatten(summed.gradients))
 
 
 def apply_on_device(
     context: StepContext,
-    number: int,
     variables: VariablesByObjective,
     applied: GradientsByObjective,
     skips: dict[str, tf.Tensor],
@@ -446,23 +506,14 @@ def apply_on_device(
 
     Args:
         context: the context of the step, or of a turn within it
-        number: the index of the device among the devices of this process
         variables: the variables by objective, in the order of the gradients
         applied: the gradients that optimizers apply, by objective
         skips: bool scalars that say whether to skip an update, by objective
     """
-    strategy = context.components.strategy
-    assert isinstance(context.step, tf.Tensor)
-    with (
-        tf.device(strategy.extended.worker_devices[number]),
-        tf.name_scope(""),  # otherwise, the names of summaries would begin with the name scope
-        compat.mute_other_summaries(context.step, number),
-        compat.update_device(strategy, number),
-    ):
-        for name, gradients in applied.items():
-            apply = partial(apply_gradients, context, name, gradients, variables[name])
-            run_unless(skips.get(name), apply)
-        run_unless(_find_common_skip(applied, skips), partial(finish_update, context))
+    for name, gradients in applied.items():
+        apply = partial(apply_gradients, context, name, gradients, variables[name])
+        run_unless(skips.get(name), apply)
+    run_unless(_find_common_skip(applied, skips), partial(finish_update, context))
 
 
 def _find_common_skip(

@@ -5,6 +5,7 @@ because they fail at the second save of a Keras 3 model.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,14 +17,21 @@ import tensorflow as tf
 from ctl_core.checkpoint.record import Record, digest_files, note_first_checkpoint, write_record
 from ctl_core.checkpoint.retention import keep_and_remove
 from ctl_core.cluster.sync import is_peer_lost
-from ctl_core.compat import GraphCheckpoint, Node, hold_objects, saves_itself
+from ctl_core.compat import (
+    GraphCheckpoint,
+    Node,
+    call_with_captures,
+    hold_objects,
+    list_captured_inputs,
+    saves_itself,
+)
 from ctl_core.model.copies import define_copy
 from ctl_core.model.state import State
 from ctl_core.numerics.reduction import is_float8
 from ctl_core.numerics.variables import name_variable, unwrap
 from ctl_core.run.errors import RunError, format_error
 from ctl_core.run.files import relative_path
-from ctl_core.types import Trackable, Variable
+from ctl_core.types import Count, Trackable, Variable
 
 # Any large odd number, so that the factors of neighboring elements differ in many bits.
 _ODD = 0x5851F42D4C957F2D
@@ -225,15 +233,35 @@ class Divergence:
             compared = [variable for variable in variables if isinstance(variable, mirrored)]
         self._names = [name_variable(variable) for variable in compared]
         self._cluster = state.cluster
-        components = [state.strategy.experimental_local_results(variable) for variable in compared]
-        by_replica = list(zip(*components, strict=True))
+        self._components = [
+            state.strategy.experimental_local_results(variable) for variable in compared
+        ]
+        self._compute_digests = tf.function(self._digest_replicas, autograph=False)
 
-        @tf.function(autograph=False)
-        def compute_digests() -> list[tf.Tensor]:
-            """Returns int64[variables], the digests of all variables, for each local replica."""
-            return [tf.stack(list(map(_digest, replica))) for replica in by_replica]
+    def _digest_replicas(self) -> list[tf.Tensor]:
+        """Returns int64[variables], the digests of all variables, for each local replica.
 
-        self._compute_digests = compute_digests
+        The function of the first replica is traced, and called with the variables of each replica.
+        """
+
+        def digest_first_replica() -> tf.Tensor:
+            find_factors = functools.cache(_make_factors)
+            return tf.stack([_digest(first, find_factors) for first, *_ in self._components])
+
+        with tf.device(None):  # ops run on the device of the call
+            function = tf.function(
+                digest_first_replica,
+                autograph=False,
+                experimental_attributes={"_noinline": True},
+            ).get_concrete_function()
+        components = {id(first.handle): (first, *others) for first, *others in self._components}
+        captured = [components[id(handle)] for handle in list_captured_inputs(function)]
+        digests = []
+        for replica in zip(*captured, strict=True):
+            with tf.device(replica[0].device):
+                handles = [component.handle for component in replica]
+                digests.append(call_with_captures(function, [], handles))
+        return digests
 
     def check(self, step: int) -> None:
         """Compares the variables after a step.
@@ -258,21 +286,30 @@ class Divergence:
         )
 
 
-def _digest(variable: tf.Variable) -> tf.Tensor:
+def _digest(variable: tf.Variable, find_factors: Callable[[int], tf.Tensor]) -> tf.Tensor:
     """Returns a digest of a variable's bits.
 
     The elements are converted to integers and summed modulo 2**64. Before the sum, each element is
     multiplied by an odd number that depends on its position.
+
+    Args:
+        variable: the variable
+        find_factors: returns the numbers by which elements are multiplied, given how many there are
     """
-    with tf.device(variable.device):
-        bits = tf.reshape(tf.cast(_read_bits(variable), tf.int64), [-1])
-        factors = tf.range(tf.size(bits, tf.int64)) * _ODD * 2 + 1
-        return tf.reduce_sum(bits * factors)
+    bits = tf.reshape(tf.cast(_read_bits(variable.read_value()), tf.int64), [-1])
+    size = bits.shape[0]
+    factors = _make_factors(tf.size(bits, tf.int64)) if size is None else find_factors(size)
+    return tf.reduce_sum(bits * factors)
 
 
-def _read_bits(variable: tf.Variable) -> tf.Tensor:
-    """Returns a variable's value as integers; different values give different integers."""
-    value = variable.read_value()
+def _make_factors(size: Count) -> tf.Tensor:
+    """Returns different odd numbers, int64[size]."""
+    factors: tf.Tensor = tf.range(tf.cast(size, tf.int64)) * _ODD * 2 + 1
+    return factors
+
+
+def _read_bits(value: tf.Tensor) -> tf.Tensor:
+    """Returns a value as integers; different values give different integers."""
     if value.dtype == tf.string:
         return tf.strings.to_hash_bucket_fast(value, 2**62)
     if value.dtype.is_bool:

@@ -86,7 +86,7 @@ def replica_id() -> int | tf.Tensor:
     """Returns the index of this replica, counted from 0.
 
     Returns:
-        An int if the index is known while the graph is traced; otherwise an int32 scalar.
+        An int32 scalar; an int if there is only one replica.
     """
     context = tf.distribute.get_replica_context()
     return 0 if context is None else context.replica_id_in_sync_group

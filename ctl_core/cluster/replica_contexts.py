@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
 
@@ -108,17 +108,18 @@ class InnerContext(tf.distribute.ReplicaContext):
 
     Attributes:
         replica: the index of the replica among the replicas of all processes
+        outer: the outer context
     """
 
     def __init__(self, outer: tf.distribute.ReplicaContext) -> None:
         self.replica = _find_replica(outer)
         super().__init__(outer.strategy, self.replica)
-        self._outer = outer
+        self.outer = outer
 
     @property
     def replica_id_in_sync_group(self) -> int | tf.Tensor:
         """The index that the outer context reports, an int32 scalar or an int."""
-        return self._outer.replica_id_in_sync_group
+        return self.outer.replica_id_in_sync_group
 
     @do_not_convert
     def merge_call(
@@ -128,8 +129,8 @@ class InnerContext(tf.distribute.ReplicaContext):
         kwargs: dict[str, Any] | None = None,
     ) -> PerReplica:
         """Calls a function with the arguments of all replicas, as the outer context does."""
-        with enter_replica_context(self._outer):
-            return self._outer.merge_call(merge_fn, args, kwargs)
+        with enter_replica_context(self.outer):
+            return self.outer.merge_call(merge_fn, args, kwargs)
 
 
 def _find_replica(context: tf.distribute.ReplicaContext) -> int:
@@ -137,6 +138,25 @@ def _find_replica(context: tf.distribute.ReplicaContext) -> int:
     if isinstance(context, FirstReplica | InnerContext):
         return context.replica
     return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+
+def find_local_device(strategy: tf.distribute.Strategy) -> int:
+    """Returns the index of the calling replica's device among the devices of this process.
+
+    In a function that is shared by all devices, this is the device for which it is traced.
+    """
+    replica = _find_replica(tf.distribute.get_replica_context())
+    return replica % count_local_replicas(strategy)
+
+
+def is_shared() -> bool:
+    """Returns whether the calling function is traced for all devices at once."""
+    context = tf.distribute.get_replica_context()
+    while isinstance(context, InnerContext):
+        if isinstance(context, SharedReplica):
+            return True
+        context = context.outer
+    return False
 
 
 class NoExchange(InnerContext):
@@ -159,6 +179,43 @@ class NoExchange(InnerContext):
     ) -> PerReplica:
         """Raises an error, because exchanges are not allowed."""
         raise NotCompilable(self._reason)
+
+
+class SharedReplica(InnerContext):
+    """A context in which a function is traced for all devices at once.
+
+    Variables use the component of the device for which the function is traced.
+
+    Args:
+        outer: the context of that device
+        index: the index of the replica that calls the function, an int32 scalar
+        refuse: raises an error, because replicas exchange values
+    """
+
+    def __init__(
+        self,
+        outer: tf.distribute.ReplicaContext,
+        index: tf.Tensor,
+        refuse: Callable[[], NoReturn],
+    ) -> None:
+        super().__init__(outer)
+        self._index = index
+        self._refuse = refuse
+
+    @property
+    def replica_id_in_sync_group(self) -> tf.Tensor:
+        """The index of the replica that calls the function, an int32 scalar."""
+        return self._index
+
+    @do_not_convert
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PerReplica:
+        """Raises an error, because exchanges are not allowed."""
+        self._refuse()
 
 
 class RowWeighted(InnerContext):
@@ -305,6 +362,14 @@ def enter_logical_replica(index: Count, replicas: int) -> contextlib.AbstractCon
     """
     context = tf.distribute.get_replica_context()
     return enter_replica_context(LogicalReplica(context, index, replicas))
+
+
+def enter_shared_replica(
+    index: tf.Tensor, refuse: Callable[[], NoReturn]
+) -> contextlib.AbstractContextManager[None]:
+    """Enters a ``SharedReplica`` context with these arguments on a device."""
+    context = tf.distribute.get_replica_context()
+    return enter_replica_context(SharedReplica(context, index, refuse))
 
 
 def weigh_by_rows(

@@ -246,6 +246,11 @@ def join_peers(task: Task) -> Iterator[None]:
         raise PeerLost(describe_loss(task, cause)) from error
 
 
+def is_peer_gone(error: BaseException) -> bool:
+    """Returns True if an error says that a collective ended because of another process."""
+    return _ABORTED in str(error)
+
+
 def is_peer_lost(task: Task, error: BaseException | None) -> bool:
     """Returns True if an error says that another process is gone, or failed first."""
     if task.processes == 1 or not isinstance(error, tf.errors.OpError):

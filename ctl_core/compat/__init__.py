@@ -90,14 +90,18 @@ from ctl_core.compat.graphs import (
     FunctionGraph,
     add_called_ops,
     allow_autograph,
+    call_with_captures,
     change_results,
     check_float8,
     find_called_graphs,
     find_captured_variables,
+    find_distributed_variable,
     find_written_resources,
+    is_inaccessible,
     keep_large_sums_whole,
     leave_constants_unchecked,
     leave_creator_scopes,
+    list_captured_inputs,
     make_scratch_graph,
     read_sources_once,
     read_translated_stack,
@@ -123,7 +127,7 @@ from ctl_core.compat.randomness import (
     name_anew,
 )
 from ctl_core.compat.versions import describe_untested
-from ctl_core.compat.xla import list_gpu_ops, lower
+from ctl_core.compat.xla import enter_xla, list_gpu_ops, lower
 
 __all__ = [
     "FunctionGraph",
@@ -136,6 +140,7 @@ __all__ = [
     "allow_autograph",
     "broadcast_any_dtype",
     "call_function",
+    "call_with_captures",
     "change_results",
     "check_float8",
     "classify_gradient",
@@ -147,9 +152,11 @@ __all__ = [
     "draws_random_numbers",
     "enter_replica_context",
     "enter_update",
+    "enter_xla",
     "find_called_graphs",
     "find_captured_iterators",
     "find_captured_variables",
+    "find_distributed_variable",
     "find_forward_op",
     "find_graphs",
     "find_inputs",
@@ -163,6 +170,7 @@ __all__ = [
     "has_started",
     "hide_new_layers",
     "hold_objects",
+    "is_inaccessible",
     "is_keras_generator",
     "is_op_determinism_enabled",
     "is_shuffle",
@@ -175,6 +183,7 @@ __all__ = [
     "leave_constants_unchecked",
     "leave_creator_scopes",
     "let_sizes_vary",
+    "list_captured_inputs",
     "list_cpu_devices",
     "list_gpu_ops",
     "list_stages",

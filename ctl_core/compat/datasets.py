@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops import interleave_op
 from tensorflow.python.data.util import structure
 
-from ctl_core.compat.graphs import FunctionGraph
+from ctl_core.compat.graphs import FunctionGraph, find_distributed_variable
 from ctl_core.compat.patches import Scope, wrap_function
 from ctl_core.run.live_objects import list_objects
 
@@ -189,7 +189,9 @@ def find_captured_iterators(
     others = {
         id(outer)
         for outer, _ in graph.captures
-        if outer.dtype == tf.resource and id(outer) not in known
+        if outer.dtype == tf.resource
+        and id(outer) not in known
+        and find_distributed_variable(outer) is None
     }
     if not others:  # so that most runs need not search all objects
         return []

@@ -11,7 +11,7 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.pyct import inspect_utils
 from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import context, record
-from tensorflow.python.framework import auto_control_deps_utils, op_callbacks
+from tensorflow.python.framework import auto_control_deps_utils, errors, op_callbacks
 
 from ctl_core.compat.patches import Scope, set_attributes, wrap_function
 
@@ -54,8 +54,47 @@ def find_written_resources(graph: FunctionGraph) -> list[tf.Tensor]:
     return [outer for outer, inner in graph.captures if inner.name in written]
 
 
+def call_with_captures(
+    function: tf.types.experimental.ConcreteFunction,
+    tensors: Sequence[tf.Tensor],
+    captures: Sequence[tf.Tensor],
+) -> Any:
+    """Calls a function with other tensors in the place of those that it captured.
+
+    Args:
+        function: the function
+        tensors: the arguments, in which ragged and sparse tensors are flattened
+        captures: the replacements, in the order of ``captured_inputs``
+    """
+    concrete: Any = function  # TensorFlow has no public way to replace captures in a single call
+    return concrete._call_flat(list(tensors), list(captures))
+
+
+def list_captured_inputs(function: tf.types.experimental.ConcreteFunction) -> list[tf.Tensor]:
+    """Returns the tensors from outside of a function that each call passes after the arguments."""
+    concrete: Any = function
+    return list(concrete.captured_inputs)
+
+
+def find_distributed_variable(handle: tf.Tensor) -> tf.Variable | None:
+    """Returns the variable that has a component on each device, given a component's handle.
+
+    Returns None for any other tensor, and for the handle of a variable that exists once.
+    """
+    reference = getattr(handle, "_distributed_container", None)
+    variable: tf.Variable | None = None if reference is None else reference()
+    return variable
+
+
+def is_inaccessible(error: BaseException | None) -> bool:
+    """Returns whether an error says that a graph used a tensor of another function's graph."""
+    return isinstance(error, errors.InaccessibleTensorError)
+
+
 def find_called_graphs(op: tf.Operation) -> list[FunctionGraph]:
     """Returns the graphs of the functions that an op calls, in the same order on each process."""
+    if not _has_functions(op):
+        return []
     names = []
     for _, attribute in sorted(op.node_def.attr.items()):
         if attribute.HasField("func"):
@@ -65,6 +104,21 @@ def find_called_graphs(op: tf.Operation) -> list[FunctionGraph]:
     # Functions of an older kind, such as those in TensorFlow's CTC loss, have no ``graph``. They
     # can be left out, because they never call hooks.
     return [function.graph for function in functions if hasattr(function, "graph")]
+
+
+_types_without_functions: set[str] = set()
+
+
+def _has_functions(op: tf.Operation) -> bool:
+    """Returns whether ops of the type of an op may call functions."""
+    if op.type in _types_without_functions:
+        return False
+    # The attributes of a type: to read those of each op takes long in a large graph.
+    kinds = {attribute.type for attribute in op.op_def.attr}
+    if kinds & {"func", "list(func)"}:
+        return True
+    _types_without_functions.add(op.type)
+    return False
 
 
 def add_called_ops(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:

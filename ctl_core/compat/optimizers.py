@@ -82,10 +82,11 @@ def _all_reduce_sum_gradients(
 class _DeviceUpdate:
     """Replaces the strategy in a Keras optimizer that updates the variables of one device."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, index: int) -> None:
-        """Selects a device by its index among the devices of this process."""
+    def __init__(self, strategy: tf.distribute.Strategy, index: int, device: str | None) -> None:
+        """Selects a device; see ``update_device`` for the arguments."""
         self._strategy = strategy
         self._index = index
+        self._device = device
 
     @property
     def extended(self) -> _DeviceUpdate:
@@ -100,17 +101,25 @@ class _DeviceUpdate:
     ) -> Any:
         """Calls a function with the component of a variable that is on the selected device."""
         component = self._strategy.experimental_local_results(variable)[self._index]
-        with tf.device(component.device):
+        with tf.device(self._device):
             return function(component, *args)
 
 
 @contextlib.contextmanager
-def update_device(strategy: tf.distribute.Strategy, index: int) -> Iterator[None]:
+def update_device(
+    strategy: tf.distribute.Strategy, index: int, device: str | None
+) -> Iterator[None]:
     """Makes this thread's Keras optimizers update the variables of one device, and no others.
 
     This is used inside ``strategy.extended.update``. Normally, a Keras optimizer synchronizes all
     replicas before an update (``merge_call``). This is impossible inside a condition (``tf.cond``),
     so the optimizer could neither skip an update nor average its weights at every tenth step.
+
+    Args:
+        strategy: the strategy of the variables
+        index: the index of the device among the devices of this process
+        device: the name of the device; None if the ops have no device, because they are in a
+            function that several devices call
     """
     meeting = wrap_function(
         tf.__internal__.distribute.interim, "maybe_merge_call", _maybe_merge_call
@@ -120,8 +129,8 @@ def update_device(strategy: tf.distribute.Strategy, index: int) -> Iterator[None
         keras.optimizers.Optimizer, "_distribution_strategy", lambda _: strategy_property
     )
     by_variable = wrap_function(keras.optimizers.MultiOptimizer, "apply", _apply_by_variable)
-    device = _DeviceUpdate(strategy, index)
-    with meeting, strategy_of_optimizer, by_variable, set_attributes(_thread, device=device):
+    update = _DeviceUpdate(strategy, index, device)
+    with meeting, strategy_of_optimizer, by_variable, set_attributes(_thread, device=update):
         yield
 
 

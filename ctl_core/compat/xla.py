@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.util import pywrap_xla_ops
 
 
@@ -21,6 +22,15 @@ def list_gpu_ops() -> frozenset[str]:
     # contains the same ops.
     names = pywrap_xla_ops.get_gpu_kernel_names() or pywrap_xla_ops.get_cpu_kernel_names()
     return frozenset(names)
+
+
+def enter_xla() -> Any:
+    """Enters the context in which ``tf.function`` traces a function that XLA compiles.
+
+    ``get_concrete_function`` does not enter it. In the context, loops and slices are traced in ways
+    that XLA can compile.
+    """
+    return polymorphic_function.OptionalXlaContext(is_compiled=True)
 
 
 def lower(function: Any, specs: Sequence[tf.TensorSpec], device: str) -> None:

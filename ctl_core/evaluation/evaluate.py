@@ -53,6 +53,7 @@ class Evaluation:
         self._components = components
         self._recording = recording
         self._frozen: list[bool] | None = None
+        self._shares = True
 
     @property
     def names(self) -> list[str]:
@@ -107,7 +108,7 @@ class Evaluation:
 
     def _trace_set(self, evaluation_set: EvaluationSet) -> FunctionGraph:
         """Traces the graph function of a set, and returns its graph."""
-        evaluation_set.run_steps = define_run_steps(self._components, evaluation_set)
+        evaluation_set.run_steps = define_run_steps(self._components, evaluation_set, self._shares)
         return evaluation_set.run_steps.get_concrete_function().graph
 
     def list_graphs(self) -> list[FunctionGraph]:
@@ -224,6 +225,12 @@ class Evaluation:
             for name, array in results.arrays.items():
                 self.arrays[_name_value(set_name, name)] = array
         return values
+
+    def repeat_failure(self) -> None:
+        """Evaluates again with a function for each device, whose errors say which op has failed."""
+        self._shares = False
+        self._frozen = None
+        self.evaluate()
 
 
 def _name_value(set_name: str, name: str) -> str:

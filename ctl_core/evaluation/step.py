@@ -7,6 +7,7 @@ the replica computes on a placeholder, and its results are ignored.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -32,12 +33,14 @@ from ctl_core.input.batches import (
 from ctl_core.model.components import Components, ForwardContext, TraceContext
 from ctl_core.model.forward import compute_loss, run_model, sum_loss, weigh_batch
 from ctl_core.model.generator_states import EVALUATION, GeneratorStates
-from ctl_core.model.leaf_sum import DeviceResult, LeafResult, LeafSum
+from ctl_core.model.leaf_sum import BucketLayout, DeviceResult, LeafResult, LeafSum
 from ctl_core.model.leaves import LeafVariables, list_parts, weigh_leaf
 from ctl_core.model.logical_exchange import get_device_number
 from ctl_core.model.metrics import update_if, update_metrics
+from ctl_core.model.shared_functions import SharedFunction, hide_numbers
+from ctl_core.numerics.packing import BUCKET_BYTES, GradientPacking
 from ctl_core.numerics.reduction import sum_over_replicas
-from ctl_core.types import Batch, Count, Gradient, GraphFunction, PerReplica, Structure
+from ctl_core.types import Batch, Count, GraphFunction, PerReplica, Structure
 
 
 class EvaluationProgress(NamedTuple):
@@ -55,13 +58,20 @@ class EvaluationProgress(NamedTuple):
     weight: tf.Tensor
 
 
-def define_run_steps(components: Components, evaluation_set: EvaluationSet) -> GraphFunction:
+def define_run_steps(
+    components: Components, evaluation_set: EvaluationSet, shares: bool = True
+) -> GraphFunction:
     """Returns a graph function that adds batches to the metrics and sums of a set.
 
     The graph function takes an iterator, and the maximum number of batches to add, an int64 scalar.
     It returns an ``EvaluationProgress``.
+
+    Args:
+        components: the components of the run
+        evaluation_set: the set
+        shares: whether functions are traced once for all devices
     """
-    step = EvaluationStep(components, evaluation_set)
+    step = EvaluationStep(components, evaluation_set, shares)
     iterator_spec = tf.data.IteratorSpec(evaluation_set.spec)
     signature = [iterator_spec, tf.TensorSpec([], tf.int64)]
 
@@ -93,9 +103,10 @@ class EvaluationStep:
         has_peers: whether there are other processes, which should read the same batches
     """
 
-    def __init__(self, components: Components, evaluation_set: EvaluationSet) -> None:
+    def __init__(self, components: Components, evaluation_set: EvaluationSet, shares: bool) -> None:
         self._components = components
         self._set = evaluation_set
+        self._shares = shares
         self._local_replicas = count_local_replicas(components.strategy)
         self.has_peers = components.shape.replicas > self._local_replicas
         self._seed_generator = get_seed_generator()
@@ -164,31 +175,58 @@ class EvaluationStep:
         first = find_first_replica(strategy)
         shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
         variables = LeafVariables(self._set.written, takes_first=True)
+        leaf = SharedFunction(partial(self._compute_share, variables), strategy)
+        if not self._shares:
+            leaf.obstacle = "an error is looked for"
+        step = self._components.step_variable.read_value()
         examples = self._count_rows(batch)
 
         def add(share: Share) -> None:
             before = variables.read()
-            if self._set.drawn:
-                self._derive_states().assign(share.leaf)
-            self._add_share(share)
+            if leaf.is_shared and leaf.has_several_devices:
+                share = hide_numbers(share)
+            changes, _ = leaf(step, share, examples, before)
             if self._set.drawn:
                 assert self._set.batches is not None
                 self._set.batches.update_state(1)
-            weight = weigh_leaf(share, examples, self._components.shape.evaluation_leaves)
-            changes = variables.find_changes(before, share, weight)
             totals = sum_over_replicas(changes, self._components.shape.replicas)
             variables.apply_changes(before, totals)
 
-        strategy.run(add, args=(distribute_shares(strategy, shares),))
+        leaf.run_again_if_not_shareable(
+            partial(strategy.run, add, args=(distribute_shares(strategy, shares),))
+        )
 
-    def _derive_states(self) -> GeneratorStates:
-        """Returns the states of the random generators for the next batch, on one device."""
+    def _compute_share(
+        self,
+        variables: LeafVariables,
+        _: tf.Tensor,
+        share: Share,
+        examples: Count,
+        before: list[tf.Tensor],
+    ) -> tuple[list[tf.Tensor], None]:
+        """Adds the share of one replica, and returns the changes of variables.
+
+        Args:
+            variables: the variables that replicas write, except those of metrics
+            share: the share
+            examples: the number of examples in the batch
+            before: the values of the variables before the batch
+        """
+        if self._set.drawn:
+            self._assign_states(share.leaf)
+        self._add_share(share)
+        weight = weigh_leaf(share, examples, self._components.shape.evaluation_leaves)
+        return variables.find_changes(before, share, weight), None
+
+    def _assign_states(self, index: Count) -> None:
+        """Sets the states of the random generators for a leaf of the next batch, on one device."""
         components = self._components
         assert self._set.batches is not None
         number = self._set.batches.result()
         step = components.step_variable.read_value()
         leaves = components.shape.evaluation_leaves
-        return GeneratorStates(components, EVALUATION, step, number, leaves, self._set.drawn)
+        generators = GeneratorStates(components, leaves, self._set.drawn)
+        generators.assign(generators.derive(EVALUATION, step, number), index)
 
     def _add_logical_replicas(self, batch: Batch) -> None:
         """Adds the results of all logical replicas.
@@ -201,17 +239,28 @@ class EvaluationStep:
         written = [*self._set.written, *list_parts(self._set.sums)]
         variables = LeafVariables(written, takes_first=True)
 
+        leaf = SharedFunction(partial(self._compute_leaf, variables), strategy, inlined=False)
+        step = components.step_variable.read_value()
+
         def run_device(batch: Batch) -> tuple[DeviceResult, list[tf.Tensor]]:
             before = variables.read()
-            leaf = self._define_leaf(batch, variables, before)
-            return leaf_sum.add_up_device(get_device_number(), leaf), before
+
+            def compute(index: tf.Tensor) -> tuple[LeafResult, BucketLayout]:
+                result: tuple[LeafResult, BucketLayout] = leaf(step, index, batch, before)
+                return result
+
+            return leaf_sum.add_up_device(get_device_number(), compute), before
 
         def finish(before: list[tf.Tensor], totals: list[tf.Tensor]) -> None:
-            variables.apply_changes(before, totals)
+            assert leaf_sum.layout is not None
+            changes = leaf_sum.layout.packing.unpack(totals)
+            variables.apply_changes(before, list(map(tf.convert_to_tensor, changes)))
             assert self._set.batches is not None
             self._set.batches.update_state(1)
 
-        result, before = strategy.run(run_device, args=(batch,))
+        result, before = leaf.run_again_if_not_shareable(
+            partial(strategy.run, run_device, args=(batch,))
+        )
 
         def run(function: Callable[..., Any], *values: PerReplica) -> PerReplica:
             return strategy.run(function, args=values)
@@ -219,30 +268,32 @@ class EvaluationStep:
         totals = leaf_sum.finish(strategy, run, result.roots)
         strategy.run(finish, args=(before, totals))
 
-    def _define_leaf(
-        self, batch: Batch, variables: LeafVariables, before: list[tf.Tensor]
-    ) -> Callable[[tf.Tensor], LeafResult]:
-        """Returns a function that evaluates a logical replica's share of a batch on a device.
+    def _compute_leaf(
+        self,
+        variables: LeafVariables,
+        _: tf.Tensor,
+        index: tf.Tensor,
+        batch: Batch,
+        before: list[tf.Tensor],
+    ) -> tuple[LeafResult, BucketLayout]:
+        """Evaluates a logical replica's share of a batch on a device.
 
         Args:
-            batch: the global batch
             variables: the variables that a logical replica writes, and those of metrics
+            index: the index of the logical replica
+            batch: the global batch
             before: the values of the variables before the batch
         """
         leaves = self._components.shape.leaves
-        states = self._derive_states()
-
-        def compute(index: tf.Tensor) -> LeafResult:
-            with enter_logical_replica(index, leaves):
-                states.assign(index)
-                variables.begin_leaf(before)
-                share = self._take_share(batch, index)
-                self._add_share(share)
-                weight = weigh_leaf(share, self._count_rows(batch), leaves)
-                changes: list[Gradient] = [*variables.find_changes(before, share, weight)]
-            return LeafResult(changes, [], [])
-
-        return compute
+        with enter_logical_replica(index, leaves):
+            self._assign_states(index)
+            variables.begin_leaf(before)
+            share = self._take_share(batch, index)
+            self._add_share(share)
+            weight = weigh_leaf(share, self._count_rows(batch), leaves)
+            changes = variables.find_changes(before, share, weight)
+        packing = GradientPacking(changes, BUCKET_BYTES)
+        return LeafResult(packing.pack(changes), [], []), BucketLayout(packing)
 
     def _count_rows(self, batch: Batch) -> Count:
         """Returns the number of rows of a batch; 1 if the batch is the share of one replica."""

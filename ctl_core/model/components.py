@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import keras
@@ -219,6 +219,8 @@ class TraceContext(Generic[ComponentsT]):
         quiet: whether the model runs without noise, as in an evaluation, so that results can be
             compared
         compilation: the parts of a step that XLA compiles
+        shares: whether functions are traced once for all devices, see model/shared_functions.py
+        functions: the functions that all graphs share, see ``Replicas.share``
     """
 
     components: ComponentsT
@@ -226,6 +228,8 @@ class TraceContext(Generic[ComponentsT]):
     turn: int | None = None
     quiet: bool = False
     compilation: Compilation = Compilation.NOTHING
+    shares: bool = True
+    functions: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def hooks(self) -> Hooks:

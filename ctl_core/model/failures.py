@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import tensorflow as tf
 
-from ctl_core.cluster.sync import is_peer_lost
-from ctl_core.cluster.task import are_others_there
+from ctl_core.cluster.collectives import count_local_replicas
+from ctl_core.cluster.sync import is_peer_gone, is_peer_lost
+from ctl_core.cluster.task import Task, are_others_there
 from ctl_core.compat import check_float8, leave_constants_unchecked
 from ctl_core.hooks.hooks import READING, Hooks
 from ctl_core.model.state import State
@@ -41,29 +42,27 @@ class GraphFunctions(Protocol):
 
 
 @contextlib.contextmanager
-def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iterator[None]:
+def attribute_errors(
+    state: State, functions: GraphFunctions, step: int, repeat: Callable[[], object]
+) -> Iterator[None]:
     """Turns a failed graph call into a one-line error that names the hook.
 
     Args:
         state: the state of the run
         functions: the graph functions that are called inside the context
         step: the number of steps taken before the context is entered
+        repeat: repeats what failed, in such a way that its error says why; see ``_find_reason``
     """
     hooks = state.hooks
     try:
         yield
     except tf.errors.OutOfRangeError as error:
-        if state.data.is_stream:
-            raise hooks.make_batches.reject("returned a dataset that ends; repeat it.") from error
-        if step == 0:
-            raise hooks.create_dataset.reject(state.data.describe_shortage()) from error
-        raise errors.RunError(
-            f"{hooks.create_dataset}: the training data ended after step {step}."
-        ) from error
+        raise _describe_end_of_data(state, step) from error
     except tf.errors.OpError as error:
         task = state.cluster.task
-        is_logical = state.components.shape.logical_replicas is not None
-        is_cancelled = is_logical and isinstance(error, tf.errors.CancelledError)
+        has_several_devices = count_local_replicas(state.strategy) > 1
+        is_cancelled = has_several_devices and isinstance(error, tf.errors.CancelledError)
+        is_cancelled = is_cancelled and not is_peer_gone(error)
         # An op may also be canceled because a device of this process has failed. In that case, the
         # other processes still answer, and the error is reported here.
         if is_peer_lost(task, error) and not (is_cancelled and are_others_there(task)):
@@ -76,17 +75,50 @@ def attribute_errors(state: State, functions: GraphFunctions, step: int) -> Iter
         anomaly = describe_anomaly(error, hooks, functions.list_operations())
         if anomaly is not None:
             raise errors.RunError(f"step {step + 1}: {anomaly}.") from error
+        reason: Exception | None = error
         if is_cancelled:
-            # The function of a logical replica failed. The devices wait for each other's sums, so
-            # TensorFlow cancels all of them, even the failed device, before the function can return
-            # the reason.
+            reason = _find_reason(repeat, task)
+        if isinstance(reason, errors.CtlError):
+            raise reason from error
+        if reason is None:
             raise errors.RunError(
                 f"a device failed after step {step}; with several devices, TensorFlow does not "
-                "report why. Train on one device (--strategy one_device), which takes the "
-                "same steps and names the hook."
+                "report why. Train on one device (--strategy one_device), which names the hook."
             ) from error
-        where = hooks.attribute_error(error)
-        raise errors.RunError(f"{where}, after step {step}{_find_cure(state, error)}.") from error
+        where = hooks.attribute_error(reason)
+        raise errors.RunError(f"{where}, after step {step}{_find_cure(state, reason)}.") from reason
+
+
+def _describe_end_of_data(state: State, step: int) -> Exception:
+    """Returns the error that says that there are no more training data after a step."""
+    hooks = state.hooks
+    if state.data.is_stream:
+        return hooks.make_batches.reject("returned a dataset that ends; repeat it.")
+    if step == 0:
+        return hooks.create_dataset.reject(state.data.describe_shortage())
+    return errors.RunError(f"{hooks.create_dataset}: the training data ended after step {step}.")
+
+
+def _find_reason(repeat: Callable[[], object], task: Task) -> Exception | None:
+    """Returns the error behind a canceled graph call; None if it is not found.
+
+    A function that all devices call has failed on one of them. The devices wait for each other's
+    sums, so TensorFlow cancels all of them, even the failed device, before the function can return
+    the reason.
+
+    Args:
+        repeat: repeats what failed, in such a way that its error says why
+        task: the task of this process. Other processes would have to take part in the repetition
+    """
+    if task.processes > 1:
+        return None
+    try:
+        repeat()
+    except (tf.errors.OpError, errors.CtlError) as reason:
+        return None if isinstance(reason, tf.errors.CancelledError) else reason
+    except Exception:  # the repetition itself failed, for example because the data ended
+        return None
+    return None
 
 
 def _find_cure(state: State, error: BaseException) -> str:

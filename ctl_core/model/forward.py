@@ -366,11 +366,6 @@ def call_grad_pre(
     return {turn_objective: Objective(*returned[turn_objective])}
 
 
-# A function that computes and differentiates the objectives of one replica, see
-# ``forward_backward``.
-ForwardBackward: TypeAlias = Callable[[Share], tuple[Contribution, VariablesByObjective]]
-
-
 def forward_backward(
     context: StepContext, examples: Count, kept: frozenset[str], share: Share
 ) -> tuple[Contribution, VariablesByObjective]:
@@ -525,3 +520,13 @@ def fix_sparse_shape(gradient: Gradient, variable: Variable) -> Gradient:
         return gradient
     shape = tf.constant(tuple(variable.shape), gradient.indices.dtype)
     return tf.IndexedSlices(gradient.values, gradient.indices, shape)
+
+
+def fix_shape(gradient: Gradient, variable: Variable) -> Gradient:
+    """Returns a gradient, sparse or not, with the static shape of its variable."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.ensure_shape(gradient.values, [None, *variable.shape[1:]])
+        return fix_sparse_shape(tf.IndexedSlices(values, gradient.indices), variable)
+    if gradient.shape.is_fully_defined():
+        return gradient
+    return tf.ensure_shape(gradient, variable.shape)

@@ -12,7 +12,7 @@ from collections.abc import Collection
 import numpy as np
 import tensorflow as tf
 
-from ctl_core.model.components import Components
+from ctl_core.model.components import Components, StepContext
 from ctl_core.numerics.packing import find_length
 from ctl_core.numerics.randomness import derive_generator_states
 from ctl_core.types import Count
@@ -28,28 +28,17 @@ BETWEEN_STEPS = -2
 
 
 class GeneratorStates:
-    """The states of the random generators in a step, or in the evaluation of a batch.
+    """Derives and assigns the states of random generators; see ``derive_generator_states``.
 
     Attributes:
         sets_states: whether there are states to assign; False if generators draw in sequence
     """
 
-    def __init__(
-        self,
-        components: Components,
-        purpose: int,
-        step: Count,
-        turn: Count,
-        leaves: int,
-        drawn: Collection[int],
-    ) -> None:
-        """Derives the states.
+    def __init__(self, components: Components, leaves: int, drawn: Collection[int]) -> None:
+        """Finds the generators whose states are set.
 
         Args:
             components: the components of the run
-            purpose: see ``derive_generator_states``, also for the next three arguments
-            step: the number of the step
-            turn: the index of the turn, or the number of the batch in an evaluation
             leaves: the number of leaves
             drawn: the ids of the generators that are drawn from. With logical replicas, the states
                 of all generators are set.
@@ -60,34 +49,63 @@ class GeneratorStates:
             pairs = [pair for pair in pairs if id(pair[0]) in drawn and leaves > 1]
         self.sets_states = bool(pairs)
         self._pairs = pairs
-        if pairs:
-            initial_states = [initial_state for _, initial_state in pairs]
-            with tf.device("CPU:0"):
-                self._states = derive_generator_states(initial_states, purpose, step, turn, leaves)
+        self._leaves = leaves
 
-    def assign(self, index: Count) -> None:
+    def derive(self, purpose: int, step: Count, turn: Count) -> tf.Tensor | None:
+        """Returns the states of an update, or of a batch of an evaluation, for each leaf.
+
+        Args:
+            purpose: ``TRAINING`` or ``EVALUATION``
+            step: the number of the step
+            turn: the index of the turn, or the number of the batch in an evaluation
+
+        Returns:
+            The states; None if there are no states to assign.
+        """
+        if not self.sets_states:
+            return None
+        initial_states = [initial_state for _, initial_state in self._pairs]
+        with tf.device("CPU:0"):
+            return derive_generator_states(initial_states, purpose, step, turn, self._leaves)
+
+    def assign(self, states: tf.Tensor | None, index: Count) -> None:
         """Sets the states of all generators, on one device.
 
         Args:
+            states: the result of ``derive``
             index: the index of a leaf, ``UPDATE`` or ``BETWEEN_STEPS``
         """
-        if not self.sets_states:
+        if states is None:
             return
         # A negative index counts from the end, as in a Python list.
-        states = tf.gather(self._states, index % find_length(self._states))
+        states = tf.gather(states, index % find_length(states))
         rows = tf.unstack(states, len(self._pairs))  # one op for all generators
         for (variable, initial_state), row in zip(self._pairs, rows, strict=True):
             if row.shape[0] != len(initial_state):
                 row = row[: len(initial_state)]
             variable.assign(tf.cast(row, variable.dtype))
 
-    def are_between_steps(self) -> bool:
+    def are_between_steps(self, states: tf.Tensor | None) -> bool:
         """Returns True if the generators have the states that they have after a step."""
         for number, (variable, initial_state) in enumerate(self._pairs):
-            state = self._states[BETWEEN_STEPS, number, : len(initial_state)]
+            assert states is not None
+            state = states[BETWEEN_STEPS, number, : len(initial_state)]
             if not np.array_equal(tf.cast(state, variable.dtype), variable.numpy()):
                 return False
         return True
+
+
+def choose_generators(context: StepContext) -> GeneratorStates:
+    """Returns the generators whose states are set in a step.
+
+    In a step without noise, no states are set, so that the step writes the same variables on any
+    number of devices.
+    """
+    components = context.components
+    drawn: Collection[int] = components.generators.drawn
+    if context.quiet:
+        drawn = ()
+    return GeneratorStates(components, components.shape.leaves, drawn)
 
 
 def has_states_after(components: Components, step: int, leaves: int) -> bool:
@@ -103,5 +121,5 @@ def has_states_after(components: Components, step: int, leaves: int) -> bool:
         states = [variable.numpy() for variable in generators.variables]
         return all(map(np.array_equal, states, generators.initial_states))
     last_turn = max(len(components.hooks.turns) - 1, 0)
-    states_after = GeneratorStates(components, TRAINING, step, last_turn, leaves, generators.drawn)
-    return states_after.are_between_steps()
+    states_after = GeneratorStates(components, leaves, generators.drawn)
+    return states_after.are_between_steps(states_after.derive(TRAINING, step, last_turn))

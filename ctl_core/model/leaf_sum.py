@@ -15,7 +15,7 @@ would merge inlined additions into AddN, which adds in a different order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -23,8 +23,9 @@ import tensorflow as tf
 from ctl_core.cluster.collectives import distribute, has_peers
 from ctl_core.input.batches import take_rows
 from ctl_core.model.logical_exchange import gather, gather_sparse
+from ctl_core.model.shared_functions import hide
 from ctl_core.numerics.bits import are_all_equal
-from ctl_core.numerics.packing import BUCKET_BYTES, Packing, find_length
+from ctl_core.numerics.packing import GradientPacking, find_length
 from ctl_core.numerics.reduction import join, merge_rows
 from ctl_core.numerics.summation_tree import Subtree, add_up, list_roots, split_leaves
 from ctl_core.types import AnyTensor, Gradient, PerReplica
@@ -66,19 +67,20 @@ class LeafResult(NamedTuple):
     """The results of one logical replica.
 
     Attributes:
-        summed: the tensors that are added up over all logical replicas; in a sparse gradient, each
-            index occurs once
+        buckets: the sums over the examples of the logical replica, see ``BucketLayout``; in a
+            sparse gradient, each index occurs once
         compared: the values that have to be equal on all logical replicas
         pieces: the tensors of this logical replica that are passed to host hooks; they may be
             ragged or sparse
-        sparse_rows: for each sparse gradient in ``summed``, the maximum number of rows that it can
-            have in any step, and the number of rows of its variable; both are Python numbers
     """
 
-    summed: list[Gradient]
+    buckets: Buckets
     compared: list[tf.Tensor]
     pieces: list[AnyTensor]
-    sparse_rows: Sequence[tuple[int, int]] = ()
+
+
+# Computes the logical replica with a given index, an int32 scalar.
+ComputeLeaf: TypeAlias = Callable[[tf.Tensor], tuple[LeafResult, "BucketLayout"]]
 
 
 class DeviceResult(NamedTuple):
@@ -101,50 +103,24 @@ class DeviceResult(NamedTuple):
     pieces: list[list[AnyTensor]]
 
 
-class BucketLayout:
+class BucketLayout(NamedTuple):
     """The layout of the sums of a logical replica in buckets, which is the same on all devices.
 
-    The dense tensors share buckets. Each sparse gradient has a bucket of its own.
-
     Attributes:
-        packing: the assignment of the dense tensors to buckets
-        sparse_rows: for each sparse gradient, its maximum number of rows in one logical replica,
-            and the number of rows of its variable
+        packing: the assignment of the tensors to buckets
+        sparse_rows: for each sparse gradient in order, the maximum number of rows that it can have
+            in one logical replica in any step, and the number of rows of its variable
     """
 
-    def __init__(self, result: LeafResult) -> None:
-        """Plans the layout for the results of a logical replica."""
-        self._are_sparse = [isinstance(tensor, tf.IndexedSlices) for tensor in result.summed]
-        dense, _ = _split(result.summed)
-        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in dense]
-        self.packing = Packing(specs, BUCKET_BYTES)
-        self.sparse_rows = result.sparse_rows
-
-    def pack(self, summed: list[Gradient]) -> Buckets:
-        """Returns the buckets of a logical replica."""
-        dense, sparse = _split(summed)
-        return [*self.packing.pack(dense), *sparse]
-
-    def unpack(self, buckets: Buckets) -> list[Gradient]:
-        """Returns the tensors that buckets contain, in the order of ``LeafResult.summed``."""
-        packed, gradients = _split(buckets)
-        dense: Iterator[Gradient] = iter(self.packing.unpack(packed))
-        sparse: Iterator[Gradient] = iter(gradients)
-        return [next(sparse if is_sparse else dense) for is_sparse in self._are_sparse]
-
-
-def _split(tensors: list[Gradient]) -> tuple[list[tf.Tensor], list[tf.IndexedSlices]]:
-    """Returns the dense tensors and the sparse ones, each in their order."""
-    dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
-    sparse = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
-    return dense, sparse
+    packing: GradientPacking
+    sparse_rows: Sequence[tuple[int, int]] = ()
 
 
 class LeafSum:
     """Computes the logical replicas, which are the leaves of the tree, and adds them up.
 
     Attributes:
-        layout: the layout of the sums in buckets; None until the first device is traced
+        layout: the layout of the sums in buckets; None until the first leaf has been computed
         ranges: for each device of all processes, the indices of its logical replicas
     """
 
@@ -163,14 +139,20 @@ class LeafSum:
             len(list_roots(leaves, device_leaves)) for device_leaves in self.ranges
         )
 
-    def add_up_device(self, device: int, leaf: Callable[[tf.Tensor], LeafResult]) -> DeviceResult:
+    def add_up_device(self, device: int, compute: ComputeLeaf) -> DeviceResult:
         """Computes the logical replicas of one device, and adds them up as far as possible.
 
         Args:
             device: the index of the device
-            leaf: a function that computes the logical replica with a given index, an int32 scalar
+            compute: computes the logical replica with a given index, in a graph function that is
+                not inlined
         """
-        walk = DeviceWalk(self._trace_leaf(leaf))
+
+        def compute_leaf(index: tf.Tensor) -> LeafResult:
+            result, self.layout = compute(index)
+            return result
+
+        walk = DeviceWalk(compute_leaf)
         roots = [
             add_up(root, walk.compute_if_leaf, walk.add)
             for root in list_roots(self._leaves, self.ranges[device])
@@ -188,28 +170,10 @@ class LeafSum:
             pieces,
         )
 
-    def _trace_leaf(
-        self, leaf: Callable[[tf.Tensor], LeafResult]
-    ) -> tf.types.experimental.ConcreteFunction:
-        """Returns a graph function that computes a logical replica, and packs its sums."""
-
-        @tf.function(
-            autograph=False,
-            input_signature=[tf.TensorSpec([], tf.int32)],
-            experimental_attributes=_NOT_INLINED,
-        )
-        def compute_leaf(index: tf.Tensor) -> LeafResult:
-            result = leaf(index)
-            if self.layout is None:
-                self.layout = BucketLayout(result)
-            return result._replace(summed=self.layout.pack(result.summed), sparse_rows=())
-
-        return compute_leaf.get_concrete_function()
-
     def finish(
         self, strategy: tf.distribute.Strategy, run: Run, roots: list[list[PerReplica]]
     ) -> list[PerReplica]:
-        """Adds up the roots of all devices, and returns the sums on each device.
+        """Adds up the roots of all devices, and returns the buckets of the sums on each device.
 
         In a single process, each bucket is added up on one device, and the devices take turns. In a
         cluster, each device adds up all buckets. A device receives the roots of its next bucket
@@ -235,8 +199,8 @@ class LeafSum:
             with tf.device(devices[bucket % len(devices)]):
                 totals.append(add_up(Subtree(0, self._leaves), known.get, hidden_add))
         packed = [distribute(strategy, [total] * len(devices)) for total in totals]
-        unpacked: list[PerReplica] = run(self._unpack_on_device, packed)
-        return unpacked
+        received: list[PerReplica] = run(receive, packed)
+        return received
 
     def _release_roots(
         self, strategy: tf.distribute.Strategy, roots: list[PerReplica], after: Buckets
@@ -264,7 +228,7 @@ class LeafSum:
                 released[subtree] = value
         return released
 
-    def _finish_on_each_device(self, roots: list[Buckets]) -> list[Gradient]:
+    def _finish_on_each_device(self, roots: list[Buckets]) -> Buckets:
         """Adds up the roots of all processes, and returns the sums. Runs on each device.
 
         Args:
@@ -273,7 +237,7 @@ class LeafSum:
         assert self.layout is not None
         totals: Buckets = []
         roots_by_bucket = list(zip(*roots, strict=True))
-        dense_buckets = self.layout.packing.buckets
+        dense_buckets = self.layout.packing.dense.buckets
         dense_roots = roots_by_bucket[: len(dense_buckets)]
         sparse_roots = roots_by_bucket[len(dense_buckets) :]
         for bucket, bucket_roots in zip(dense_buckets, dense_roots, strict=True):
@@ -284,7 +248,7 @@ class LeafSum:
         for (leaf_rows, table_rows), bucket_roots in zip(rows, sparse_roots, strict=True):
             most_rows = min(table_rows, leaf_rows * self._most_leaves)
             totals.append(self._add_up_roots(gather_sparse(bucket_roots, most_rows)))
-        return self._unpack_on_device(totals)
+        return receive(totals)
 
     def _gather_dense(self, joined: tf.Tensor, size: int) -> tf.Tensor:
         """Returns the roots of a bucket of dense tensors from all devices.
@@ -315,22 +279,22 @@ class LeafSum:
         }
         return add_up(Subtree(0, self._leaves), known.get, hidden_add)
 
-    def _unpack_on_device(self, packed: Buckets) -> list[Gradient]:
-        """Unpacks the sums on one device.
 
-        Each device, including the device that computed the sum, first passes the sum through an
-        identity function that is placed on this device and is not inlined. Otherwise,
-        ``tf.clip_by_global_norm``, which places its products next to the gradients, would place the
-        products of all devices on the device that computed the sum. The stage MinimizeBroadcasts of
-        Grappler's arithmetic optimizer reorders the products of gradient, clipping factor and
-        learning rate if all of them are on one device, but not if they are on two devices. The
-        weights on different devices would then be rounded differently, and drift apart.
+def receive(buckets: Buckets) -> Buckets:
+    """Returns the sums on one device.
 
-        All other values that one device computes for others are exact: the states of random
-        generators, numbers of steps, and flags.
-        """
-        assert self.layout is not None
-        return self.layout.unpack([hidden_identity(bucket) for bucket in packed])
+    Each device, including the device that computed the sum, first passes the sum through an
+    identity function that is placed on this device and is not inlined. Otherwise,
+    ``tf.clip_by_global_norm``, which places its products next to the gradients, would place the
+    products of all devices on the device that computed the sum. The stage MinimizeBroadcasts of
+    Grappler's arithmetic optimizer reorders the products of gradient, clipping factor and learning
+    rate if all of them are on one device, but not if they are on two devices. The weights on
+    different devices would then be rounded differently, and drift apart.
+
+    All other values that one device computes for others are exact: the states of random generators,
+    numbers of steps, and flags.
+    """
+    return [hidden_identity(bucket) for bucket in buckets]
 
 
 class DeviceWalk:
@@ -345,13 +309,8 @@ class DeviceWalk:
         pieces: for each logical replica computed so far, its pieces, see ``LeafResult``
     """
 
-    def __init__(self, function: tf.types.experimental.ConcreteFunction) -> None:
-        """Stores the function that computes a logical replica.
-
-        Args:
-            function: a graph function that returns the fields of a ``LeafResult``, with ``summed``
-                packed into buckets
-        """
+    def __init__(self, function: Callable[[tf.Tensor], LeafResult]) -> None:
+        """Stores the function that computes the logical replica with a given index."""
         self.compared: list[list[tf.Tensor]] = []
         self.pieces: list[list[AnyTensor]] = []
         self._function = function
@@ -361,14 +320,12 @@ class DeviceWalk:
         """Computes a logical replica and returns its buckets; returns None for a larger subtree."""
         if subtree.size > 1:
             return None
-        # If the index were a constant, TensorFlow could simplify each call differently.
-        index = tf.compat.v1.placeholder_with_default(subtree.start, [])
         with tf.control_dependencies(self._last):
-            result: LeafResult = self._function(index)
+            result = self._function(hide(subtree.start))
         self.compared.append(result.compared)
         self.pieces.append(result.pieces)
-        self._last = result.summed
-        return result.summed
+        self._last = result.buckets
+        return result.buckets
 
     def add(self, left: Buckets, right: Buckets) -> Buckets:
         """Adds the sums of two subtrees."""

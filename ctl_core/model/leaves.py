@@ -21,9 +21,9 @@ from ctl_core.model.averages import find_moving_statistics
 from ctl_core.model.components import Combination, Components, WrittenVariable
 from ctl_core.model.forward import keep_if
 from ctl_core.numerics.bits import are_all_equal
-from ctl_core.numerics.reduction import select
+from ctl_core.numerics.reduction import ContributionLayout, PackedContribution, select
 from ctl_core.numerics.variables import name_variable, unwrap
-from ctl_core.types import Count
+from ctl_core.types import Count, Gradient
 
 _COMBINATIONS = {
     tf.VariableAggregation.MEAN: Combination.MEAN,
@@ -257,6 +257,28 @@ def list_parts(metrics: Iterable[keras.Metric]) -> list[WrittenVariable]:
         for metric in metrics
         for variable in metric.variables
     ]
+
+
+class Sums(NamedTuple):
+    """The sums over all leaves of a batch; tensors have a value for each replica.
+
+    Attributes:
+        local: the contribution of each replica, which has the replica's own output and batch
+        total: the sums in the buckets of ``layout``, the same on all replicas
+        layout: the layout of the sums
+        written: the variables whose changes were added up
+        before: the values of these variables before the leaves
+        states: the states of the random generators in the update; None if they are not set
+        are_equal: see ``Report``; None if the sums contain the differences between leaves
+    """
+
+    local: PackedContribution
+    total: list[Gradient]
+    layout: ContributionLayout
+    written: LeafVariables
+    before: list[tf.Tensor]
+    states: tf.Tensor | None
+    are_equal: tf.Tensor | None
 
 
 def weigh_leaf(share: Share, examples: Count, leaves: int) -> LeafWeight:

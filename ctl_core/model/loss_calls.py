@@ -37,7 +37,7 @@ _COLLECTIVES = [
 _REPLICA_CONTEXT = str(Path("tensorflow", "python", "distribute", "distribute_lib.py"))
 _METRICS = str(Path(ENGINE, "model", "metrics.py"))
 _MODEL = str(Path(ENGINE, "model", "forward.py")), "call_model"
-_OPTIMIZER = str(Path(ENGINE, "update.py")), "apply_on_devices"
+_OPTIMIZER = str(Path(ENGINE, "update.py")), "apply_updates"
 
 # A call in a stack trace: file, line number and function name.
 Call = tuple[str, int, str]

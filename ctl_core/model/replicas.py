@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import tensorflow as tf
 
 from ctl_core import compat
-from ctl_core.model.components import StepContext
+from ctl_core.model.components import Compilation, StepContext
+from ctl_core.model.shared_functions import Check, Shareable, SharedFunction
 from ctl_core.types import PerReplica, Structure
 
 
@@ -38,6 +39,58 @@ class Replicas:
         # loop.
         with tf.name_scope(""):
             return self._strategy.run(run_on_replica, values)
+
+    def share(
+        self,
+        key: Hashable,
+        function: Shareable,
+        compiled: bool = False,
+        check: Check | None = None,
+        inlined: bool = True,
+        waits: bool = False,
+    ) -> SharedFunction:
+        """Returns a function that is traced once for all devices and graphs, if that is possible.
+
+        Args:
+            key: identifies the function among all functions of the run with the same frozen layers
+            function: the function, without tensors in its closure; if a function with this key was
+                shared before, that function is returned
+            compiled: see ``SharedFunction``
+            check: see ``SharedFunction``
+            inlined: see ``SharedFunction``
+            waits: see ``SharedFunction``
+        """
+        functions = self._context.functions
+        if key not in functions:
+            shared = SharedFunction(function, self._strategy, compiled, check, inlined, waits)
+            if self._context.compilation is Compilation.STEP:
+                shared.obstacle = "XLA compiles the step as a whole"
+            if not self._context.shares:
+                shared.obstacle = "a hook uses a tensor of an earlier hook"
+            functions[key] = shared
+        found: SharedFunction = functions[key]
+        return found
+
+    def call(self, function: SharedFunction, *values: PerReplica) -> tuple[PerReplica, Any]:
+        """Calls a shared function on each replica; see ``run_again_if_not_shareable``.
+
+        Args:
+            function: the function
+            values: its arguments after the number of the step, which may differ between replicas
+
+        Returns:
+            The results of the replicas, and the object that the function returned besides tensors.
+        """
+        step = self._context.step
+        assert isinstance(step, tf.Tensor)
+        facts: list[Any] = []
+
+        def call_on_replica(*values: Structure) -> Structure:
+            result, returned = function(step, *values)
+            facts.append(returned)
+            return result
+
+        return self.run(call_on_replica, *values), facts[-1]
 
     def get_local_results(self, value: PerReplica) -> tuple[tf.Tensor, ...]:
         """Returns the components of a value, one for each replica of this process."""

@@ -34,14 +34,20 @@ class WeighedShares:
     """
 
     def __init__(
-        self, context: StepContext, replicas: Replicas, states: GeneratorStates, deal: Deal
+        self,
+        context: StepContext,
+        replicas: Replicas,
+        generators: GeneratorStates,
+        states: tf.Tensor | None,
+        deal: Deal,
     ) -> None:
         """Computes the weights.
 
         Args:
             context: the context of the step, or of a turn within it
             replicas: the replicas that compute the shares
-            states: the states of the random generators
+            generators: assigns the states of random generators
+            states: the states in this update
             deal: returns the shares of a micro-batch. If each element of the dataset is a share,
                 each call draws other elements.
         """
@@ -53,7 +59,7 @@ class WeighedShares:
         self._packed: PerReplica | None = None
         if len(shares) > 1 and not self._shape.by_rows:
             self._packed = replicas.run(pack_elements, [share.batch for share in shares])
-        weigh = partial(self._weigh, context, states)
+        weigh = partial(self._weigh, context, generators, states)
         own_weights = [replicas.run(weigh, share) for share in shares]
         self._own_weights: PerReplica = replicas.run(tf.stack, own_weights)
         self._total: PerReplica = replicas.run(self._add_up, own_weights)
@@ -71,9 +77,15 @@ class WeighedShares:
         weight: ShareWeight = self._replicas.run(choose, self._own_weights, self._total)
         return share._replace(weight=weight)
 
-    def _weigh(self, context: StepContext, states: GeneratorStates, share: Share) -> tf.Tensor:
+    def _weigh(
+        self,
+        context: StepContext,
+        generators: GeneratorStates,
+        states: tf.Tensor | None,
+        share: Share,
+    ) -> tf.Tensor:
         """Returns the weight of a share. Runs on each replica."""
-        states.assign(share.leaf)
+        generators.assign(states, share.leaf)
         return weigh_share(context, share)
 
     def _add_up(self, own_weights: list[tf.Tensor]) -> tf.Tensor:

@@ -6,10 +6,12 @@ A bucket is a vector of one dtype. Packing copies tensors without changing any b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from ctl_core.types import Gradient
 
 # The maximum size in bytes of a bucket with several tensors. A larger tensor gets its own bucket.
 BUCKET_BYTES = 4 * 2**20
@@ -91,3 +93,74 @@ class Packing:
             for index, piece in zip(bucket.indices, pieces, strict=True):
                 tensors[index] = tf.reshape(piece, self._shapes[index])
         return [tensors[index] for index in range(len(self._shapes))]
+
+
+class GradientPacking:
+    """Packs gradients and other tensors, which may be dense or sparse.
+
+    Dense tensors share buckets. A sparse gradient, or a tensor whose shape varies, is a bucket of
+    its own.
+
+    Attributes:
+        dense: the assignment of dense tensors to buckets, which come before all other buckets
+    """
+
+    def __init__(self, tensors: Sequence[Gradient], bucket_bytes: int) -> None:
+        """Assigns tensors to buckets, in order.
+
+        Args:
+            tensors: tensors like those to pack, from any graph
+            bucket_bytes: the maximum size in bytes of a bucket with several tensors
+        """
+        self._are_dense = [_has_fixed_shape(tensor) for tensor in tensors]
+        dense, others = self._split(tensors)
+        self._dense_shapes = [_read_dense_shape(tensor) for tensor in others]
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in dense]
+        self.dense = Packing(specs, bucket_bytes)
+
+    def pack(self, tensors: Sequence[Gradient]) -> list[Gradient]:
+        """Returns the buckets."""
+        dense, others = self._split(tensors)
+        return [*self.dense.pack(dense), *others]
+
+    def unpack(self, buckets: Sequence[Gradient]) -> list[Gradient]:
+        """Unpacks the result of ``pack``, and returns the tensors in their original order."""
+        count = len(self.dense.buckets)
+        packed = [tf.convert_to_tensor(bucket) for bucket in buckets[:count]]
+        dense: Iterator[Gradient] = iter(self.dense.unpack(packed))
+        others = iter(buckets[count:])
+        return [next(dense if is_dense else others) for is_dense in self._are_dense]
+
+    def restore_shapes(self, buckets: Sequence[Gradient]) -> list[Gradient]:
+        """Returns buckets that a graph function returned, with the static shapes of gradients."""
+        first = len(self.dense.buckets)
+        pairs = zip(buckets[first:], self._dense_shapes, strict=True)
+        others = [_restore_shape(bucket, shape) for bucket, shape in pairs]
+        return [*buckets[:first], *others]
+
+    def _split(self, tensors: Sequence[Gradient]) -> tuple[list[tf.Tensor], list[Gradient]]:
+        """Returns the tensors that share buckets, and all others, each in their order."""
+        pairs = list(zip(tensors, self._are_dense, strict=True))
+        dense = [tf.convert_to_tensor(tensor) for tensor, is_dense in pairs if is_dense]
+        return dense, [tensor for tensor, is_dense in pairs if not is_dense]
+
+
+def _has_fixed_shape(tensor: Gradient) -> bool:
+    """Returns whether a tensor is dense, and all of its sizes are known."""
+    return isinstance(tensor, tf.Tensor) and bool(tensor.shape.is_fully_defined())
+
+
+def _read_dense_shape(tensor: Gradient) -> tuple[int, ...] | None:
+    """Returns the static shape that a sparse gradient represents; None for any other tensor."""
+    if not isinstance(tensor, tf.IndexedSlices) or tensor.dense_shape is None:
+        return None
+    shape = tf.get_static_value(tensor.dense_shape)
+    return None if shape is None else tuple(map(int, shape))
+
+
+def _restore_shape(tensor: Gradient, shape: tuple[int, ...] | None) -> Gradient:
+    """Returns a sparse gradient with a static shape, or any other tensor unchanged."""
+    if shape is None or not isinstance(tensor, tf.IndexedSlices):
+        return tensor
+    dense_shape = tf.constant(shape, tensor.indices.dtype)
+    return tf.IndexedSlices(tensor.values, tensor.indices, dense_shape)

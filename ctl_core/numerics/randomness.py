@@ -5,7 +5,7 @@ By default, every replica would therefore draw the same numbers (Keras pull requ
 """
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -99,6 +99,17 @@ def _draws(node: Any) -> bool:
     # The cuDNN ops of recurrent layers always have a seed, but draw random numbers only for
     # dropout.
     return "dropout" not in node.attr or node.attr["dropout"].f != 0.0
+
+
+def find_seeded_op(operations: Iterable[tf.Operation]) -> tf.Operation | None:
+    """Returns the first op that draws random numbers from a seed of its own; None if none does."""
+    has_seed: dict[str, bool] = {}  # by the type of the op
+    for op in operations:
+        if op.type not in has_seed:
+            has_seed[op.type] = any(attribute.name == "seed" for attribute in op.op_def.attr)
+        if has_seed[op.type] and _draws(op.node_def):
+            return op
+    return None
 
 
 class TypedOp(Protocol):

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.exchange import decode_sum, encode_for_sum, reduce_by_dtype
 from ctl_core.numerics.constants import restore_constants
+from ctl_core.numerics.packing import BUCKET_BYTES, GradientPacking
 from ctl_core.types import (
     Batch,
     Count,
@@ -50,6 +51,71 @@ class Contribution(NamedTuple):
     batch: list[Batch]
     changes: list[tf.Tensor]
     differences: list[tf.Tensor]
+
+
+class PackedContribution(NamedTuple):
+    """The contribution of one replica, or of one of its leaves, with its numbers in buckets.
+
+    Attributes:
+        buckets: all numbers that are summed over the replicas, see ``ContributionLayout``
+        loss: as in ``Contribution``, not summed over the replicas
+        output: as in ``Contribution``
+        batch: as in ``Contribution``
+    """
+
+    buckets: list[Gradient]
+    loss: dict[str, tf.Tensor]
+    output: list[ModelOutput]
+    batch: list[Batch]
+
+
+class ContributionLayout:
+    """The layout of a contribution's numbers in buckets; contains no tensors.
+
+    Attributes:
+        variables: the variables of the gradients by objective, in the order of the gradients
+        packing: the assignment of the numbers to buckets
+    """
+
+    def __init__(
+        self, contribution: Contribution, variables: VariablesByObjective, are_exchanged: bool
+    ) -> None:
+        """Plans the layout.
+
+        Args:
+            contribution: the contribution of a leaf
+            variables: the variables of the gradients by objective
+            are_exchanged: whether devices exchange the numbers; otherwise each tensor is a bucket
+        """
+        self.variables = variables
+        summands = contribution._replace(output=[], batch=[])
+        self._structure = tf.nest.map_structure(lambda _: 0, summands)
+        bucket_bytes = BUCKET_BYTES if are_exchanged else 0
+        self.packing = GradientPacking(tf.nest.flatten(summands), bucket_bytes)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """A value that differs for layouts of other variables or other buckets."""
+        ids = [(name, *map(id, group)) for name, group in self.variables.items()]
+        return (*ids, *self.packing.dense.buckets)
+
+    def pack(self, contribution: Contribution) -> PackedContribution:
+        """Packs the contribution of a leaf."""
+        summands = contribution._replace(output=[], batch=[])
+        buckets = self.packing.pack(tf.nest.flatten(summands))
+        return PackedContribution(
+            buckets, contribution.loss, contribution.output, contribution.batch
+        )
+
+    def restore_shapes(self, packed: PackedContribution) -> PackedContribution:
+        """Returns a contribution from a graph function, with the static shapes of gradients."""
+        return packed._replace(buckets=self.packing.restore_shapes(packed.buckets))
+
+    def unpack(self, buckets: list[Gradient]) -> Contribution:
+        """Returns the numbers in buckets, or in sums of buckets."""
+        tensors = self.packing.unpack(buckets)
+        summed: Contribution = tf.nest.pack_sequence_as(self._structure, tensors)
+        return summed
 
 
 def sum_over_replicas(values: Structure, replicas: int) -> Structure:
@@ -185,8 +251,8 @@ def multiply(values: Structure, factor: tf.Tensor) -> Structure:
 def accumulate(
     run: Callable[..., Any],
     micro_batches: int,
-    contribute: Callable[[Count], tuple[Contribution, VariablesByObjective]],
-) -> tuple[Contribution, VariablesByObjective]:
+    contribute: Callable[[Count], tuple[PackedContribution, ContributionLayout]],
+) -> tuple[PackedContribution, ContributionLayout]:
     """Adds up the contributions of micro-batches, on each replica's own device.
 
     A micro-batch starts only after the gradients of the previous micro-batch have been computed, so
@@ -197,32 +263,32 @@ def accumulate(
         run: a function that calls another function on each replica, with that replica's values
         micro_batches: the number of micro-batches, at least 2
         contribute: a function that gets the index of a micro-batch, a scalar int32 tensor. It
-            returns the contribution of the micro-batch, and the variables of its gradients, which
-            are the same for all micro-batches.
+            returns the contribution of the micro-batch and its layout, which is the same for all
+            micro-batches.
 
     Returns:
-        A contribution with a value for each replica, and the variables of the gradients. Losses,
-        weights and dense gradients are added up. The rows of sparse gradients are concatenated.
-        Outputs and batches are lists with an entry for each micro-batch.
+        A contribution with a value for each replica, and its layout. Dense tensors are added up.
+        The rows of sparse gradients are concatenated. Outputs and batches are lists with an entry
+        for each micro-batch.
     """
     accumulator = MicroBatchAccumulator(micro_batches)
     # If the first index were a constant, the first micro-batch would have a static shape. The loop
     # would then require the same shape of all other micro-batches, which may have one row less.
-    first, variables = contribute(tf.compat.v1.placeholder_with_default(0, []))
+    first, layout = contribute(tf.compat.v1.placeholder_with_default(0, []))
     totals = run(accumulator.begin, first)
 
     def add_next(index: tf.Tensor, totals: list[Any]) -> tuple[tf.Tensor, list[Any]]:
         contribution, _ = contribute(index)
         return index + 1, run(accumulator.add, totals, contribution, index)
 
-    with tf.control_dependencies(_flatten(first.gradients)):
+    with tf.control_dependencies(_flatten(first.buckets)):
         _, totals = tf.while_loop(
             lambda index, _: index < micro_batches,
             add_next,
             (tf.constant(1), totals),
             parallel_iterations=1,
         )
-    return run(accumulator.finish, totals, first), variables
+    return run(accumulator.finish, totals, first), layout
 
 
 class MicroBatchAccumulator:
@@ -236,7 +302,7 @@ class MicroBatchAccumulator:
     def __init__(self, micro_batches: int) -> None:
         self._micro_batches = micro_batches
 
-    def begin(self, contribution: Contribution) -> list[tf.Tensor | tf.TensorArray]:
+    def begin(self, contribution: PackedContribution) -> list[tf.Tensor | tf.TensorArray]:
         """Returns the totals after the first micro-batch."""
         totals: list[tf.Tensor | tf.TensorArray] = []
         for tensor, is_listed in self._label_tensors(contribution):
@@ -248,7 +314,10 @@ class MicroBatchAccumulator:
         return totals
 
     def add(
-        self, totals: list[tf.Tensor | tf.TensorArray], contribution: Contribution, index: tf.Tensor
+        self,
+        totals: list[tf.Tensor | tf.TensorArray],
+        contribution: PackedContribution,
+        index: tf.Tensor,
     ) -> list[tf.Tensor | tf.TensorArray]:
         """Returns the totals after one more micro-batch.
 
@@ -265,7 +334,7 @@ class MicroBatchAccumulator:
                 updated.append(tf.ensure_shape(total + tensor, total.shape))
         return updated
 
-    def finish(self, totals: list[Any], first: Contribution) -> Contribution:
+    def finish(self, totals: list[Any], first: PackedContribution) -> PackedContribution:
         """Returns the sum of all contributions.
 
         Args:
@@ -276,13 +345,13 @@ class MicroBatchAccumulator:
         if any(is_listed for _, is_listed in self._label_tensors(first)):
             listed = range(self._micro_batches)
         by_index = [self._read(totals, first, index) for index in listed]
-        summed: Contribution = tf.nest.map_structure(_join_sparse, *by_index)
+        summed: PackedContribution = tf.nest.map_structure(_join_sparse, *by_index)
         return summed._replace(
             output=[contribution.output[0] for contribution in by_index if contribution.output],
             batch=[contribution.batch[0] for contribution in by_index if contribution.batch],
         )
 
-    def _read(self, totals: list[Any], first: Contribution, index: int) -> Contribution:
+    def _read(self, totals: list[Any], first: PackedContribution, index: int) -> PackedContribution:
         """Returns a contribution built from the totals.
 
         It contains the sums, and the listed tensors of the micro-batch with the given index.
@@ -298,10 +367,12 @@ class MicroBatchAccumulator:
                 tensors.append(tensor)
             else:
                 tensors.append(tf.ensure_shape(total.read(index), tensor.shape))
-        packed: Contribution = tf.nest.pack_sequence_as(first, tensors, expand_composites=True)
+        packed: PackedContribution = tf.nest.pack_sequence_as(
+            first, tensors, expand_composites=True
+        )
         return packed
 
-    def _label_tensors(self, contribution: Contribution) -> Iterator[tuple[tf.Tensor, bool]]:
+    def _label_tensors(self, contribution: PackedContribution) -> Iterator[tuple[tf.Tensor, bool]]:
         """Yields each tensor of a contribution, and whether it is listed for each micro-batch.
 
         If the flag is False, the tensors of all micro-batches are added up.

@@ -134,6 +134,13 @@ class NotCompilable(RefusedCall):
     """
 
 
+class NotShareable(RefusedCall):
+    """A function cannot be shared by all devices, for example because replicas exchange values.
+
+    It is then traced for each device.
+    """
+
+
 def make_line(text: object, limit: int = 400) -> str:
     """Converts a value to one line of at most ``limit`` characters, without escape sequences."""
     line = " ".join(_ESCAPES.sub("", str(text)).split())

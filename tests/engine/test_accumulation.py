@@ -7,29 +7,30 @@ import pytest
 import tensorflow as tf
 
 from ctl_core.numerics.not_finite import NEVER, NonFinite, are_losses_finite, are_numbers
-from ctl_core.numerics.reduction import Contribution, accumulate, join_for_host, join_pieces
+from ctl_core.numerics.reduction import PackedContribution, accumulate, join_for_host, join_pieces
 from ctl_core.numerics.report import Report
 
 EMBEDDING_SHAPE = (6, 2)
 
 
-def contribute(index: Any) -> tuple[Contribution, Any]:
+# What ``accumulate`` passes through.
+LAYOUT: Any = object()
+
+
+def contribute(index: Any) -> tuple[PackedContribution, Any]:
     """Returns a contribution that has ``index + 1`` rows and values that depend on the index."""
     number = tf.cast(index, tf.float32)
     rows = tf.range(index + 1)
     sparse = tf.IndexedSlices(
         tf.fill([index + 1, 2], number), rows, tf.constant(EMBEDDING_SHAPE, tf.int32)
     )
-    contribution = Contribution(
+    contribution = PackedContribution(
         loss={"a": number},
-        gradients={"a": [tf.stack([number, 1.0]), sparse]},
-        weight=[0.5 + number],
+        buckets=[tf.stack([number, 1.0, 0.5 + number]), sparse],
         output=[tf.fill([index + 1, 3], number)],
         batch=[(rows, tf.fill([index + 1], number))],
-        changes=[],
-        differences=[],
     )
-    return contribution, {"a": ["dense", "embedding"]}
+    return contribution, LAYOUT
 
 
 def run_directly(function, *values):  # type: ignore[no-untyped-def]
@@ -39,18 +40,18 @@ def run_directly(function, *values):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("micro_batches", [2, 3, 5])
 def test_contributions_of_micro_batches_are_added_up(micro_batches: int) -> None:
     @tf.function(autograph=False)
-    def run() -> Contribution:
-        total, variables = accumulate(run_directly, micro_batches, contribute)
-        assert variables == {"a": ["dense", "embedding"]}
+    def run() -> PackedContribution:
+        total, layout = accumulate(run_directly, micro_batches, contribute)
+        assert layout is LAYOUT
         return total
 
     total = run()
     numbers = np.arange(micro_batches)
-    dense, sparse = total.gradients["a"]
+    dense, sparse = total.buckets
     assert isinstance(dense, tf.Tensor)
     assert total.loss["a"] == numbers.sum()
-    assert dense.numpy().tolist() == [numbers.sum(), micro_batches]
-    assert total.weight[0] == 0.5 * micro_batches + numbers.sum()
+    weight = 0.5 * micro_batches + numbers.sum()
+    assert dense.numpy().tolist() == [numbers.sum(), micro_batches, weight]
     expected = np.zeros(EMBEDDING_SHAPE)
     for number in numbers:
         expected[: number + 1] += number
@@ -62,10 +63,10 @@ def test_contributions_of_micro_batches_are_added_up(micro_batches: int) -> None
 def test_graph_does_not_grow_with_the_micro_batches() -> None:
     """If nothing is listed for each micro-batch, thousands of them are traced quickly."""
 
-    def contribute_dense(index: Any) -> tuple[Contribution, Any]:
+    def contribute_dense(index: Any) -> tuple[PackedContribution, Any]:
         contribution, _ = contribute(index)
-        dense = contribution.gradients["a"][:1]
-        return contribution._replace(gradients={"a": dense}, output=[], batch=[]), None
+        dense = contribution.buckets[:1]
+        return contribution._replace(buckets=dense, output=[], batch=[]), LAYOUT
 
     def count_ops(micro_batches: int) -> int:
         with tf.Graph().as_default() as graph:

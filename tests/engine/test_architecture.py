@@ -24,7 +24,7 @@ LAYERS = """
     cluster numerics data
     hooks input
     model
-    executable update step graph compilation schedule
+    update step graph compilation schedule
     evaluation checkpoint
     session
     scratch build trainer

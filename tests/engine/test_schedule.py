@@ -86,15 +86,17 @@ def test_a_step_is_traced_once_for_what_hooks_read_of_it(train: Train) -> None:
     def quiet(step: int) -> None: ...
     def watch(loss: Any) -> None: ...
     def look(loss: Any, gradients: Any) -> None: ...
+    def show(loss: Any, output: Any) -> None: ...
 
     traces: list[int] = []
-    for hooks in ({50: quiet}, {7: quiet, 10: watch, 14: watch, 50: look}):
+    for hooks in ({50: quiet}, {7: quiet, 10: watch, 50: look}, {10: watch, 14: show, 50: show}):
         traced: list[Any] = []
         program = make_hooks(input_pre=input_pre, every_steps=hooks)
         train(program, steps=60, run_name=f"of-{len(traces)}")
         traces.append(len(traced))
-    # One additional trace returns the loss, and another one returns the loss and the gradients.
-    assert traces[1] - traces[0] == 2
+    # Every forward pass returns the loss and the gradients. Another trace returns the output.
+    assert traces[1] - traces[0] == 0
+    assert traces[2] - traces[0] == 1
 
 
 # ---- Checkpoints and evaluations with periods in epochs or in time -------------------------------
