@@ -127,10 +127,12 @@ class GraphKey(NamedTuple):
     Attributes:
         trainable: whether each layer, and then each variable, is trainable; see ``read_flags``
         fetches: the names of the values that the function returns
+        is_loop: whether the function takes many steps, and returns only the loss
     """
 
     trainable: tuple[bool, ...]
     fetches: frozenset[str]
+    is_loop: bool
 
 
 class StepFunctions:
@@ -219,8 +221,9 @@ class StepFunctions:
             gradients, variables and losses are dicts by objective. With a single objective,
             gradients and variables are lists, and the loss is a tensor.
         """
-        function = self.trace(fetches)
-        if fetches <= _LOSS:
+        key = self._make_key(fetches, steps)
+        function = self.trace(fetches, steps)
+        if key.is_loop:
             result = self._call(function, tf.constant(steps))
         else:
             if steps > 1:
@@ -234,7 +237,7 @@ class StepFunctions:
         for name, pieces in result.pieces.items():
             values[name] = join_pieces_for_host(pieces)
         if "variables" in fetches:
-            values["variables"] = self._variables[self._make_key(fetches)]
+            values["variables"] = self._variables[key]
         return values
 
     def repeat_failure(self) -> None:
@@ -290,7 +293,7 @@ class StepFunctions:
             f"value, or leave out {setting}."
         )
 
-    def trace(self, fetches: frozenset[str] = frozenset()) -> GraphFunction:
+    def trace(self, fetches: frozenset[str] = frozenset(), steps: int = 1) -> GraphFunction:
         """Returns the concrete function for the layers that are frozen now; traces it if necessary.
 
         The function returns a ``CallResult``. If it is a loop, its argument is the number of steps,
@@ -300,7 +303,7 @@ class StepFunctions:
             CompilationFailed: XLA cannot compile the function, although ``find_obstacle`` found no
                 obstacle when the run began.
         """
-        key = self._make_key(fetches)
+        key = self._make_key(fetches, steps)
         if key in self._graphs:
             return self._graphs[key]
         self._tracer.trainable = self._trainable
@@ -322,7 +325,7 @@ class StepFunctions:
 
     def _trace_new(self, key: GraphKey, executable: Executable | None) -> GraphFunction:
         """Traces the function with this key; ``executable`` is that of a compiled step."""
-        if key.fetches != _LOSS:
+        if not key.is_loop:
             function = define_single_step(self._tracer, key.fetches, executable)
         elif executable is not None and self._tracer.batches_at_once:
             function = define_stacked_loop(self._tracer, executable)
@@ -342,18 +345,24 @@ class StepFunctions:
             return loop.obstacle
         return self._trace_executable(self._make_key(fetches)).obstacle
 
-    def _make_key(self, fetches: frozenset[str]) -> GraphKey:
+    def _make_key(self, fetches: frozenset[str], steps: int = 1) -> GraphKey:
         """Returns the key of the function for these values and for the layers that are frozen now.
 
-        Every function returns the loss, so most runs need only a loop.
+        Every function returns the loss, so most runs need only a loop. For a single step whose loss
+        a hook takes, the loop is used if there is one. If hooks take the loss of every step, a call
+        of a single step is faster.
         """
-        return GraphKey(self._trainable, fetches | _LOSS)
+        loop = GraphKey(self._trainable, _LOSS, is_loop=True)
+        is_loop = not fetches or bool(self._tracer.batches_at_once) or steps > 1
+        if fetches <= _LOSS and (is_loop or loop in self._graphs):
+            return loop
+        return GraphKey(self._trainable, fetches | _LOSS, is_loop=False)
 
     def _trace_executable(self, key: GraphKey) -> Executable:
         """Returns the executable with this key; traces it if necessary."""
         if key not in self._executables:
             self._tracer.trainable = key.trainable
-            if self._tracer.batches_at_once and key.fetches == _LOSS:
+            if self._tracer.batches_at_once and key.is_loop:
                 self._executables[key] = self._tracer.compile_many_steps()
             else:
                 self._executables[key] = self._tracer.compile_step(key.fetches)
