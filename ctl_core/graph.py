@@ -565,10 +565,8 @@ def define_loop(tracer: StepTracer, executable: Executable | None) -> GraphFunct
             report, values = tracer.step_on_next_batch(_LOSS, executable, step)
             return LoopState(done + 1, reports.write(done, report), carried.carry(values))
 
-        _, reports, losses = _run_loop(components, take_step, steps, steps, carried.begin())
-        stacked_reports = _count_steps(components, steps, reports, losses)
-        loss, unused = carried.restore(losses)
-        return CallResult({}, {"loss": loss}, [unused], stacked_reports)
+        state = _run_loop(components, take_step, steps, steps, carried.begin())
+        return _end_loop(components, steps, state, carried)
 
     return run_loop
 
@@ -633,31 +631,30 @@ def define_stacked_loop(tracer: StepTracer, executable: Executable) -> GraphFunc
             reports = reports.scatter(done + tf.range(count), new_reports[:count])
             return LoopState(done + count, reports, carried.carry({"loss": loss}))
 
-        _, reports, losses = _run_loop(components, take_stacked, steps, steps, carried.begin())
-        stacked_reports = _count_steps(components, steps, reports, losses)
-        loss, _ = carried.restore(losses)
-        return CallResult({}, {"loss": loss}, [], stacked_reports)
+        state = _run_loop(components, take_stacked, steps, steps, carried.begin())
+        return _end_loop(components, steps, state, carried)
 
     return run_loop
 
 
-def _count_steps(
-    components: Components, steps: tf.Tensor, reports: tf.TensorArray, losses: list[tf.Tensor]
-) -> tf.Tensor:
-    """Counts the steps of a loop, and returns their reports.
+def _end_loop(
+    components: Components, steps: tf.Tensor, state: LoopState, carried: CarriedLosses
+) -> CallResult:
+    """Counts the steps of a loop, and returns the result of the graph call.
 
     The steps are counted after the loop, so that a call that fails counts none of them.
 
     Args:
         components: the components of the steps
         steps: the number of steps
-        reports: the reports at the end of the loop
-        losses: the losses at the end of the loop
+        state: the state at the end of the loop
+        carried: the object that carried the losses
     """
-    stacked = reports.stack()
-    with tf.control_dependencies([stacked, *losses]):
+    reports = state.reports.stack()
+    with tf.control_dependencies([reports, *state.losses]):
         components.step_variable.assign_add(tf.cast(steps, tf.int64))
-    return stacked
+    loss, unused = carried.restore(state.losses)
+    return CallResult({}, {"loss": loss}, [unused], reports)
 
 
 def _run_loop(

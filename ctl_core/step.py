@@ -282,9 +282,7 @@ class LeavesOfReplicas:
         Returns:
             The contribution of each replica, and its layout.
         """
-        share = self._deal(micro_batch)
-        if self._leaf.is_shared and self._leaf.has_several_devices:
-            share = self._replicas.run(hide_numbers, share)
+        share = self._replicas.run(partial(hide_numbers, self._leaf), self._deal(micro_batch))
         values = (micro_batch, share, self._examples, self._before, self._states)
         call = partial(self._replicas.call, self._leaf, *values)
         packed, layout = self._leaf.run_again_if_not_shareable(call)

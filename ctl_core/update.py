@@ -34,7 +34,7 @@ from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import are_finite, are_losses_finite, are_numbers
 from ctl_core.numerics.randomness import draws_random_numbers
 from ctl_core.numerics.reduction import PIECES, Contribution, ContributionLayout, PackedContribution
-from ctl_core.numerics.report import Report
+from ctl_core.numerics.report import Report, stack_flags
 from ctl_core.run.errors import HookFailed, NotCompilable, SetupError
 from ctl_core.types import (
     Count,
@@ -76,6 +76,24 @@ class UpdateResult(NamedTuple):
     update_gradients: GradientsByObjective
     display_gradients: dict[str, UserObject]
     report: Report
+
+
+class UpdateInputs(NamedTuple):
+    """The values that the update of one replica gets, besides variables.
+
+    Attributes:
+        examples: the number of examples in the global batch
+        local: the contribution of the replica
+        total: the sums over all leaves, see ``Sums``
+        before: the values of the written variables before the leaves
+        states: the states of the random generators in the update; None if they are not set
+    """
+
+    examples: Count
+    local: PackedContribution
+    total: list[Gradient]
+    before: list[tf.Tensor]
+    states: tf.Tensor | None
 
 
 class PreparedUpdate(NamedTuple):
@@ -160,9 +178,9 @@ def make_update(
         output=sums.local.output if "output" in arguments else [],
         batch=sums.local.batch if "batch" in arguments else [],
     )
-    values = (examples, local, sums.total, sums.before, sums.states)
-    define = partial(Update, context, sums.layout, sums.written, returned)
+    inputs = UpdateInputs(examples, local, sums.total, sums.before, sums.states)
     returned = returned & _RETURNED
+    define = partial(Update, context, sums.layout, sums.written, returned)
     key = ("update", context.turn, returned, sums.layout.signature)
     obstacle = "that of logical replicas never is"
     is_logical = context.components.shape.logical_replicas is not None
@@ -171,7 +189,7 @@ def make_update(
         executable = define(is_executable=True)
         compiled = replicas.share((*key, "compiled"), executable.make, compiled=True, check=check)
         try:
-            call = partial(replicas.call, compiled, *values)
+            call = partial(replicas.call, compiled, inputs)
             result: UpdateResult = compiled.run_again_if_not_shareable(call)[0]
             return result
         except NotCompilable as error:
@@ -191,11 +209,11 @@ def make_update(
     def run() -> UpdateResult:
         result: UpdateResult
         if function.is_shared or is_logical:
-            result = replicas.call(function, *values)[0]
+            result = replicas.call(function, inputs)[0]
             return result
         # If hooks use an object that exists once, each of them runs on all devices before the next.
-        prepared = replicas.run(partial(update.prepare, step), *values)
-        result = replicas.run(partial(update.finish, step), sums.states, prepared)
+        prepared = replicas.run(partial(update.prepare, step), inputs)
+        result = replicas.run(partial(update.finish, step), inputs, prepared)
         return result
 
     with refuse_random_ops(context, obstacle):
@@ -237,38 +255,13 @@ class Update:
         self._returned = returned
         self._generators = choose_generators(context)
 
-    def make(
-        self,
-        step: tf.Tensor,
-        examples: Count,
-        local: PackedContribution,
-        total: list[Gradient],
-        before: list[tf.Tensor],
-        states: tf.Tensor | None,
-    ) -> tuple[UpdateResult, None]:
-        """Makes the update; see ``prepare`` for the arguments."""
-        prepared = self.prepare(step, examples, local, total, before, states)
-        return self.finish(step, states, prepared), None
+    def make(self, step: tf.Tensor, inputs: UpdateInputs) -> tuple[UpdateResult, None]:
+        """Makes the update in the step with the given number."""
+        return self.finish(step, inputs, self.prepare(step, inputs)), None
 
-    def prepare(
-        self,
-        step: tf.Tensor,
-        examples: Count,
-        local: PackedContribution,
-        total: list[Gradient],
-        before: list[tf.Tensor],
-        states: tf.Tensor | None,
-    ) -> PreparedUpdate:
-        """Does everything up to the call of ``update_pre``.
-
-        Args:
-            step: the number of the step
-            examples: the number of examples in the global batch
-            local: the contribution of the replica
-            total: the sums over all leaves, see ``Sums``
-            before: the values of the written variables before the leaves
-            states: the states of the random generators in the update
-        """
+    def prepare(self, step: tf.Tensor, inputs: UpdateInputs) -> PreparedUpdate:
+        """Does everything up to the call of ``update_pre``; see ``make`` for the arguments."""
+        examples, local, total, before, states = inputs
         context = self._context.begin_step(step)
         shape = context.components.shape
         variables = self._layout.variables
@@ -294,20 +287,20 @@ class Update:
         return PreparedUpdate(summed, sums.weight, updates, report)
 
     def finish(
-        self, step: tf.Tensor, states: tf.Tensor | None, prepared: PreparedUpdate
+        self, step: tf.Tensor, inputs: UpdateInputs, prepared: PreparedUpdate
     ) -> UpdateResult:
         """Lets the optimizers apply the update, and calls ``update_post``.
 
         Args:
             step: the number of the step
-            states: the states of the random generators in the update
+            inputs: the tensors that the update gets
             prepared: the result of ``prepare``
         """
         context = self._context.begin_step(step)
         summed, weight, updates, report = prepared
         apply_updates(context, self._layout.variables, summed, updates)
         if context.components.shape.logical_replicas is not None:
-            self._generators.assign(states, BETWEEN_STEPS)
+            self._generators.assign(inputs.states, BETWEEN_STEPS)
         values: dict[str, Any] = {
             "gradients": summed.gradients,
             "update_gradients": updates.applied,
@@ -317,11 +310,6 @@ class Update:
             if name not in self._returned:
                 values[name] = type(value)()
         return UpdateResult(summed.loss, weight, **values, report=report)
-
-
-def stack_flags(flags: list[tf.Tensor]) -> tf.Tensor:
-    """Returns a bool vector of flags, of which there may be none."""
-    return tf.stack(flags) if flags else tf.zeros([0], tf.bool)
 
 
 def enter_alike(context: StepContext) -> contextlib.AbstractContextManager[None]:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, distribute
 from ctl_core.compat import enter_replica_context
-from ctl_core.run.errors import NotCompilable, RefusedCall
+from ctl_core.run.errors import RefusedCall
 from ctl_core.types import Count, Gradient, PerReplica, Structure, UserObject
 
 # AutoGraph converts hooks and all methods that they call, except methods with this decorator.
@@ -160,15 +160,16 @@ def is_shared() -> bool:
 
 
 class NoExchange(InnerContext):
-    """A context in which replicas must not exchange values, because XLA cannot compile exchanges.
+    """A context in which replicas must not exchange values.
 
-    Raises:
-        NotCompilable: a replica exchanges values; the message gives the reason.
+    Args:
+        outer: the context of the replica
+        refuse: raises an error that says why; called when a replica exchanges values
     """
 
-    def __init__(self, outer: tf.distribute.ReplicaContext, reason: str) -> None:
+    def __init__(self, outer: tf.distribute.ReplicaContext, refuse: Callable[[], NoReturn]) -> None:
         super().__init__(outer)
-        self._reason = reason
+        self._refuse = refuse
 
     @do_not_convert
     def merge_call(
@@ -178,10 +179,10 @@ class NoExchange(InnerContext):
         kwargs: dict[str, Any] | None = None,
     ) -> PerReplica:
         """Raises an error, because exchanges are not allowed."""
-        raise NotCompilable(self._reason)
+        self._refuse()
 
 
-class SharedReplica(InnerContext):
+class SharedReplica(NoExchange):
     """A context in which a function is traced for all devices at once.
 
     Variables use the component of the device for which the function is traced.
@@ -198,24 +199,13 @@ class SharedReplica(InnerContext):
         index: tf.Tensor,
         refuse: Callable[[], NoReturn],
     ) -> None:
-        super().__init__(outer)
+        super().__init__(outer, refuse)
         self._index = index
-        self._refuse = refuse
 
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:
         """The index of the replica that calls the function, an int32 scalar."""
         return self._index
-
-    @do_not_convert
-    def merge_call(
-        self,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> PerReplica:
-        """Raises an error, because exchanges are not allowed."""
-        self._refuse()
 
 
 class RowWeighted(InnerContext):
@@ -388,11 +378,11 @@ def weigh_by_rows(
     return enter_replica_context(RowWeighted(context, rows, present, rows_of_all))
 
 
-def forbid_exchanges(reason: str) -> contextlib.AbstractContextManager[None]:
+def forbid_exchanges(refuse: Callable[[], NoReturn]) -> contextlib.AbstractContextManager[None]:
     """Enters a ``NoExchange`` context on a replica; does nothing if there is only one replica."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return contextlib.nullcontext()
     if isinstance(context, LogicalReplica):  # a logical replica rejects exchanges anyway
         return contextlib.nullcontext()
-    return enter_replica_context(NoExchange(context, reason))
+    return enter_replica_context(NoExchange(context, refuse))

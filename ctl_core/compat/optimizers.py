@@ -111,7 +111,7 @@ def update_device(
 ) -> Iterator[None]:
     """Makes this thread's Keras optimizers update the variables of one device, and no others.
 
-    This is used inside ``strategy.extended.update``. Normally, a Keras optimizer synchronizes all
+    This is used inside ``enter_update``. Normally, a Keras optimizer synchronizes all
     replicas before an update (``merge_call``). This is impossible inside a condition (``tf.cond``),
     so the optimizer could neither skip an update nor average its weights at every tenth step.
 

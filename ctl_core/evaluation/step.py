@@ -183,9 +183,7 @@ class EvaluationStep:
 
         def add(share: Share) -> None:
             before = variables.read()
-            if leaf.is_shared and leaf.has_several_devices:
-                share = hide_numbers(share)
-            changes, _ = leaf(step, share, examples, before)
+            changes, _ = leaf(step, hide_numbers(leaf, share), examples, before)
             if self._set.drawn:
                 assert self._set.batches is not None
                 self._set.batches.update_state(1)

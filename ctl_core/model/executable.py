@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -140,10 +140,10 @@ def forbid_uncompilable() -> Iterator[None]:
     Raises:
         NotCompilable: the code in the ``with`` block writes a summary or exchanges a value.
     """
-    with forbid_exchanges(NOT_COMPILABLE), GraphWriter(refuse_to_compile).as_default():
+    with forbid_exchanges(refuse_to_compile), GraphWriter(refuse_to_compile).as_default():
         yield
 
 
-def refuse_to_compile(*_: Any, **__: Any) -> None:
+def refuse_to_compile() -> NoReturn:
     """Raises ``NotCompilable``; replaces a function that XLA cannot compile."""
     raise NotCompilable(NOT_COMPILABLE)

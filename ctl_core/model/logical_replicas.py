@@ -27,14 +27,14 @@ from ctl_core.input.batches import (
     unpack_element,
 )
 from ctl_core.model.components import Compilation, Division, StepContext, choose_division
-from ctl_core.model.executable import find_obstacle_to_determinism, forbid_uncompilable
+from ctl_core.model.executable import find_obstacle_to_determinism
 from ctl_core.model.forward import fix_shape, forward_backward, weigh_share
 from ctl_core.model.generator_states import TRAINING, choose_generators
 from ctl_core.model.leaf_sum import BucketLayout, DeviceResult, LeafResult, LeafSum
 from ctl_core.model.leaves import LeafVariables, Sums, list_parts, weigh_leaf
 from ctl_core.model.logical_exchange import gather, gather_pieces, get_device_number
 from ctl_core.model.replicas import Replicas
-from ctl_core.model.shared_functions import hide
+from ctl_core.model.shared_functions import call_compiled, hide
 from ctl_core.numerics.bits import are_all_equal, read_bits
 from ctl_core.numerics.packing import BUCKET_BYTES, GradientPacking, find_length
 from ctl_core.numerics.reduction import (
@@ -43,6 +43,7 @@ from ctl_core.numerics.reduction import (
     PackedContribution,
     merge_rows,
 )
+from ctl_core.numerics.report import stack_flags
 from ctl_core.run.errors import SetupError
 from ctl_core.types import (
     Batch,
@@ -159,7 +160,7 @@ class LogicalReplicas:
             written=self._variables,
             before=before,
             states=self._states,
-            are_equal=tf.stack(flags) if flags else tf.zeros([0], tf.bool),
+            are_equal=stack_flags(flags),
         )
 
     def _weigh_leaves(self, share: Share, examples: Count) -> DeviceWeights:
@@ -331,22 +332,16 @@ class LogicalLeaf:
             SetupError: XLA cannot compile the pass; the message names the op and its line.
         """
         context = self._context.begin_step(step)
+        function = partial(forward_backward, context, examples, self._kept)
         if context.compilation is not Compilation.REPLICA:
-            return forward_backward(context, examples, self._kept, share)
-        traced: list[VariablesByObjective] = []
+            return function(share)
+        return call_compiled(function, self._refuse_noise, share)
 
-        @tf.function(jit_compile=True, autograph=False)
-        def compiled(share: Share) -> Contribution:
-            contribution, variables = forward_backward(context, examples, self._kept, share)
-            traced.append(variables)
-            return contribution
-
-        with forbid_uncompilable():
-            graph = compiled.get_concrete_function(share).graph
-            obstacle = find_obstacle_to_determinism(graph, context.hooks)
-            if obstacle is not None:
-                raise SetupError(f"jit_compile: {obstacle}; train with --no-jit-compile.")
-            return compiled(share), traced[-1]
+    def _refuse_noise(self, graph: tf.Graph) -> None:
+        """Raises an error if XLA cannot compile a graph into deterministic ops."""
+        obstacle = find_obstacle_to_determinism(graph, self._context.hooks)
+        if obstacle is not None:
+            raise SetupError(f"jit_compile: {obstacle}; train with --no-jit-compile.")
 
 
 def _unpack(leaf_sum: LeafSum, buckets: list[Gradient]) -> list[Gradient]:

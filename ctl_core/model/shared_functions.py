@@ -135,21 +135,9 @@ class SharedFunction:
 
     def _call_inlined(self, *arguments: Structure) -> tuple[Structure, Any]:
         """Calls the function within the graph of a replica, or as an executable of its own."""
-        if not self._compiled:
-            return self._function(*arguments)
-        facts: list[Any] = []
-
-        # A function that is defined anew has no trace that uses the variables of another replica.
-        @tf.function(jit_compile=True, autograph=False)
-        def compiled(*arguments: Structure) -> Structure:
-            result, returned = self._function(*arguments)
-            facts.append(returned)
-            return result
-
-        with forbid_uncompilable():
-            if self._check is not None:
-                self._check(compiled.get_concrete_function(*arguments).graph)
-            return compiled(*arguments), facts[-1]
+        if self._compiled:
+            return call_compiled(self._function, self._check, *arguments)
+        return self._function(*arguments)
 
     def _find_capture(self, capture: tf.Variable | tf.Tensor, device: int) -> tf.Tensor:
         """Returns the tensor that a device passes for a captured object."""
@@ -250,6 +238,31 @@ class SharedFunction:
         return run()
 
 
+def call_compiled(
+    function: Shareable, check: Check | None, *arguments: Structure
+) -> tuple[Structure, Any]:
+    """Calls a function as an XLA executable of the graph that calls it.
+
+    Args:
+        function: the function
+        check: raises an error if the traced graph is not valid; None if every graph is
+        arguments: the arguments of the function
+    """
+    facts: list[Any] = []
+
+    # A function that is defined anew has no trace that uses the variables of another replica.
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(*arguments: Structure) -> Structure:
+        result, returned = function(*arguments)
+        facts.append(returned)
+        return result
+
+    with forbid_uncompilable():
+        if check is not None:
+            check(compiled.get_concrete_function(*arguments).graph)
+        return compiled(*arguments), facts[-1]
+
+
 def _describe(value: Any) -> Any:
     """Returns the type of a tensor, without its name, or any other value unchanged."""
     if isinstance(value, tf.Tensor):
@@ -301,8 +314,13 @@ def hide(value: int | tf.Tensor) -> tf.Tensor:
     return tf.compat.v1.placeholder_with_default(tensor, tensor.shape)
 
 
-def hide_numbers(share: Share) -> Share:
-    """Returns the share of a replica with numbers that are not constants; see ``hide``."""
+def hide_numbers(function: SharedFunction, share: Share) -> Share:
+    """Returns the share that a replica passes to a function that may be shared.
+
+    If several devices call the function, the numbers in the share are no constants; see ``hide``.
+    """
+    if not (function.is_shared and function.has_several_devices):
+        return share
 
     def hide_if_given(value: tf.Tensor | None) -> tf.Tensor | None:
         return None if value is None else hide(value)

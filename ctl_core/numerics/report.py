@@ -50,3 +50,8 @@ class Report(NamedTuple):
             rows: the results of ``pack``, bool[steps, flags]
         """
         return cls(rows[:, 0], rows[:, 1], rows[:, 2:])
+
+
+def stack_flags(flags: list[tf.Tensor]) -> tf.Tensor:
+    """Returns a bool vector of flags, of which there may be none."""
+    return tf.stack(flags) if flags else tf.zeros([0], tf.bool)
