@@ -12,6 +12,7 @@ the states of random generators. A function that cannot be shared is traced for 
 - It uses an object that exists once and that is not only read as a variable, such as a lookup
   table. The devices would wait for each other.
 - It calls a ``tf.py_function``, whose calls TensorFlow does not tell apart in the backward pass.
+- It reads a variable of float8, which TensorFlow cannot pass to a condition inside a function.
 - It writes a summary, or uses a tensor of another graph, for example one that a hook has stored.
 
 A single device traces its functions only once, too, although TensorFlow inlines them: a loop of
@@ -33,6 +34,7 @@ from ctl_core.cluster.replica_contexts import enter_shared_replica, find_local_d
 from ctl_core.input.batches import Share
 from ctl_core.model.executable import forbid_uncompilable
 from ctl_core.numerics.randomness import find_seeded_op
+from ctl_core.numerics.reduction import is_float8
 from ctl_core.run.errors import NotShareable
 from ctl_core.types import Structure
 
@@ -300,6 +302,8 @@ def list_captures(
             raise NotShareable(f"it uses {tensor.name}, a tensor of another graph")
         if variable is None and id(tensor) in written and has_several_devices:
             raise NotShareable("it uses an object that exists once for all devices")
+        if variable is not None and is_float8(variable.dtype):
+            raise NotShareable("it reads a variable of float8")
         captures.append(tensor if variable is None else variable)
     return captures
 
