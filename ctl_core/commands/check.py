@@ -15,7 +15,7 @@ import functools
 import io
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from ctl_core.commands.python_values import (
     find_frozen_values,
     list_graph_places,
 )
-from ctl_core.commands.use import evaluate, export, predict
+from ctl_core.commands.use import print_evaluation, write_model, write_predictions
 from ctl_core.compat import add_called_ops, make_scratch_graph
 from ctl_core.compilation import explain_for_gpu
 from ctl_core.hooks.callbacks_file import refuse_edited_modules
@@ -49,6 +49,7 @@ from ctl_core.model.forward import forward_backward
 from ctl_core.model.linearity import explain_scaled_gradients
 from ctl_core.model.ratio import check_losses
 from ctl_core.model.state import State
+from ctl_core.read_only import restore_run
 from ctl_core.run.console import format_values
 from ctl_core.run.errors import SetupError, StopTraining, format_error, read_frames
 from ctl_core.run.layers import find_layers
@@ -117,7 +118,7 @@ def _check_alone(callbacks: Callbacks, config: Config) -> State:
             config.remove_periods(), steps=STEPS, ckpt_every=1, profile=None, on_nan="stop"
         )
         state = Rehearsal(hooks, config, console).run()
-        _use(hooks, state, config, console)
+        _use(hooks, config, console)
         if state.data.has_free_order():
             # Otherwise, the two runs would have different batches, and the model would be blamed.
             config = dataclasses.replace(config, deterministic=True)
@@ -238,30 +239,41 @@ class Rehearsal:
             )
 
 
-def _use(hooks: Hooks, state: State, config: Config, console: CheckConsole) -> None:
-    """Tries to evaluate, predict, export and load, as the commands do.
+def _use(hooks: Hooks, config: Config, console: CheckConsole) -> None:
+    """Evaluates, predicts, exports and loads a run, as the commands do.
 
     A model that cannot be exported is accepted, unless the project has a hook for serving.
     """
-    sets: Iterable[str] = ()
     values: dict[str, float] = {}
-    if state.evaluation is not None:
-        sets = state.evaluation.sets
-        with contextlib.redirect_stdout(io.StringIO()):
-            values = evaluate(hooks, config)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            for name in sets:
-                predict(hooks, config, dataset=name)
-            export(hooks, config)
-            load(Path(config.runs_dir, str(config.run_name)), callbacks=hooks)
+    errors: list[Exception] = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        # Unlike the commands, which open the run once each.
+        with restore_run(hooks, config, checkpoint=None) as (state, run_console):
+            if state.evaluation is not None:
+                values = print_evaluation(state, run_console)
+            with _collect_error(errors):
+                for name in state.evaluation.sets if state.evaluation is not None else ():
+                    write_predictions(state, run_console, dataset=name)
+                write_model(state, run_console)
+        if not errors:
+            with _collect_error(errors):
+                load(Path(config.runs_dir, str(config.run_name)), callbacks=hooks)
+    if not errors:
         console.print(f"  evaluate, predict, export, load: {format_values(values) or 'well'}")
+        return
+    if hooks.serve is not None or hooks.create_inference_model is not None:
+        raise errors[0]
+    why = format_error(errors[0])
+    console.print(f"  this model cannot be exported (training does not need that): {why}")
+
+
+@contextlib.contextmanager
+def _collect_error(errors: list[Exception]) -> Iterator[None]:
+    """Ends the block at its first error, and adds the error to a list."""
+    try:
+        yield
     except Exception as error:
-        if hooks.serve is not None or hooks.create_inference_model is not None:
-            raise
-        console.print(
-            f"  this model cannot be exported (training does not need that): {format_error(error)}"
-        )
+        errors.append(error)
 
 
 def check_traces(state: State) -> None:

@@ -74,11 +74,21 @@ def evaluate(
         with open_run(callbacks, config) as (state, run, console):
             return _watch(state, run, console)
     with restore_run(callbacks, config, checkpoint) as (state, console):
-        values = _evaluate(state)
-        assert state.evaluation is not None
-        if state.evaluation.problem:
-            raise RunError(state.evaluation.problem)
-        console.values(state.step, "eval", values)
+        return print_evaluation(state, console)
+
+
+def print_evaluation(state: State, console: Console) -> dict[str, float]:
+    """Evaluates the checkpoint that was restored, prints the values and returns them.
+
+    Raises:
+        SetupError: there is no evaluation data.
+        RunError: the values have no meaning, see ``evaluate``.
+    """
+    values = _evaluate(state)
+    assert state.evaluation is not None
+    if state.evaluation.problem:
+        raise RunError(state.evaluation.problem)
+    console.values(state.step, "eval", values)
     return values
 
 
@@ -177,25 +187,37 @@ def predict(
     if output:
         prepare_output("output", Path(output).parent)
     with restore_run(callbacks, config, checkpoint) as (state, console):
-        if not output:
-            prepare_output("runs_dir", state.run_dir)
-        model = serving.create_inference(state)
-        if input:
-            examples = _read_examples(Path(input), model, config)
-        else:
-            examples = _find_dataset(dataset or "", model, state)
-        arrays = _join(
-            serving.name_outputs(examples.run(batch)) | _choose_entries(batch, include)
-            for batch in examples.batches
-        )
-        if len({len(array) for array in arrays.values()}) > 1:
-            shapes = {name: list(array.shape) for name, array in arrays.items()}
-            raise SetupError(f"predict: expected a row for each example, got {shapes}.")
-        suffix = f"-{examples.name}" if examples.name else ""
-        path = Path(output or state.run_dir / f"predictions{suffix}.npz")
-        with atomic_write(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        console.say(f"step {state.step}: wrote {_list_shapes(arrays)} to {relative_path(path)}")
+        return write_predictions(state, console, input, dataset, output, include)
+
+
+def write_predictions(
+    state: State,
+    console: Console,
+    input: str | None = None,
+    dataset: str | None = None,
+    output: str | None = None,
+    include: Sequence[str] | None = None,
+) -> Path:
+    """Writes the outputs of the checkpoint that was restored; the other arguments: ``predict``."""
+    if not output:
+        prepare_output("runs_dir", state.run_dir)
+    model = serving.create_inference(state)
+    if input:
+        examples = _read_examples(Path(input), model, state.config)
+    else:
+        examples = _find_dataset(dataset or "", model, state)
+    arrays = _join(
+        serving.name_outputs(examples.run(batch)) | _choose_entries(batch, include)
+        for batch in examples.batches
+    )
+    if len({len(array) for array in arrays.values()}) > 1:
+        shapes = {name: list(array.shape) for name, array in arrays.items()}
+        raise SetupError(f"predict: expected a row for each example, got {shapes}.")
+    suffix = f"-{examples.name}" if examples.name else ""
+    path = Path(output or state.run_dir / f"predictions{suffix}.npz")
+    with atomic_write(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    console.say(f"step {state.step}: wrote {_list_shapes(arrays)} to {relative_path(path)}")
     return path
 
 
@@ -330,14 +352,19 @@ def export(
         SetupError: there is no checkpoint, or the folder cannot be written.
     """
     with restore_run(callbacks, config, checkpoint) as (state, console):
-        folder = Path(output or state.run_dir / "export")
-        prepare_output("output" if output else "runs_dir", folder)
-        versions = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
-        path = folder / str(1 + max(versions, default=0))
-        # The step is set to a number, because a served model has no variable for the step.
-        tf.summary.experimental.set_step(state.step)
-        inference = serving.create_inference(state)
-        with atomic_write(path) as temporary:
-            serving.save_model(inference, temporary)
-        console.say(f"step {state.step}: wrote a SavedModel to {relative_path(path)}")
+        return write_model(state, console, output)
+
+
+def write_model(state: State, console: Console, output: str | None = None) -> Path:
+    """Writes the model of the checkpoint that was restored; see ``export``."""
+    folder = Path(output or state.run_dir / "export")
+    prepare_output("output" if output else "runs_dir", folder)
+    versions = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+    path = folder / str(1 + max(versions, default=0))
+    # The step is set to a number, because a served model has no variable for the step.
+    tf.summary.experimental.set_step(state.step)
+    inference = serving.create_inference(state)
+    with atomic_write(path) as temporary:
+        serving.save_model(inference, temporary)
+    console.say(f"step {state.step}: wrote a SavedModel to {relative_path(path)}")
     return path
