@@ -1,7 +1,7 @@
 """Generates a project and trains it with each version of Python that pyproject.toml allows.
 
     python scripts/pythons.py             all allowed versions that are installed
-    python scripts/pythons.py --ends      of these, only the newest one; takes a third of the time
+    python scripts/pythons.py --ends      of these, only the newest one, without the project's tests
     python scripts/pythons.py 3.12 3.13   these versions, which must be installed
 
 Two versions are tested at a time. For each, the PATH contains no other Python. The project's own
@@ -16,6 +16,7 @@ allowed one. The exit code is 1 if a check failed, or if a version that was pass
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -39,6 +40,8 @@ COMMANDS = (
     ".venv/bin/python -m ctl_core evaluate",
     ".venv/bin/python -m ctl_core predict",
     ".venv/bin/python -m ctl_core export",
+)
+TESTS = (
     ".venv/bin/python -m pip install --quiet --disable-pip-version-check pytest",
     ".venv/bin/python -m pytest --quiet",
 )
@@ -114,13 +117,15 @@ def run(
     return done.stdout
 
 
-def check_trains(version: str, project: Path, environ: dict[str, str]) -> None:
-    """Runs all commands and the project's own tests; then installs with uv, and trains again.
+def check_trains(
+    version: str, project: Path, environ: dict[str, str], commands: Sequence[str]
+) -> None:
+    """Runs all commands; then installs with uv, and trains again.
 
     Raises:
         FailedError: a command failed, or ran with another version of Python.
     """
-    for command in COMMANDS:
+    for command in commands:
         run(version, command.split(), project, environ)
     check_made(version, project, environ)
     if uv := shutil.which("uv"):
@@ -159,8 +164,12 @@ def check_refused(version: str, project: Path, environ: dict[str, str]) -> None:
     print(f"{version}  {output}", end="")
 
 
-def check(version: str) -> bool | None:
+def check(version: str, commands: Sequence[str]) -> bool | None:
     """Checks one version, and prints the result.
+
+    Args:
+        version: the version
+        commands: the commands to run in a project if the version is allowed
 
     Returns:
         Whether all checks passed; None if the version is not installed.
@@ -177,7 +186,10 @@ def check(version: str) -> bool | None:
         try:
             render = [sys.executable, "-m", "cookiecutter", "--no-input", "--default-config"]
             run(version, [*render, "--output-dir", folder, str(ROOT)], ROOT, dict(os.environ))
-            (check_trains if good else check_refused)(version, project, environ)
+            if good:
+                check_trains(version, project, environ, commands)
+            else:
+                check_refused(version, project, environ)
         except FailedError as error:
             print(f"{version}  FAILED: {error}", flush=True)
             return False
@@ -191,17 +203,19 @@ def beside(version: str, more: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks the versions that were passed, or all allowed ones; returns the exit code."""
     parser = argparse.ArgumentParser(description="train a project on each Python")
-    parser.add_argument("--ends", action="store_true", help="only the newest, and one too old")
+    parser.add_argument("--ends", action="store_true", help="the newest, and one too old")
     parser.add_argument("version", nargs="*")
     arguments = parser.parse_args(argv)
     named = arguments.version
     start = time.monotonic()
     oldest, *_, newest = allowed()
     versions = named or [beside(oldest, -1), *allowed()]
+    commands = [*COMMANDS, *TESTS]
     if arguments.ends:
-        versions = [beside(oldest, -1), newest]
+        versions, commands = [beside(oldest, -1), newest], [*COMMANDS]
     with ThreadPoolExecutor(2) as pool:  # installing uses one core, and so does starting TensorFlow
-        results = dict(zip(versions, pool.map(check, versions), strict=True))
+        checked = pool.map(check, versions, itertools.repeat(commands))
+        results = dict(zip(versions, checked, strict=True))
     missing = [version for version, good in results.items() if good is None]
     tried = [version for version in results if version not in missing]
     failed = [version for version in tried if not results[version]] + (missing if named else [])

@@ -26,8 +26,9 @@ LONGEST = """
     test_sweep_file test_reported_values test_every_step test_run_files test_cache_files
     test_answers test_signals test_watch test_train_sh test_launch
 """
-# The tests of ``make check``, one node id per line.
+# The tests of ``make check``, and tests that ``make test`` leaves out, one node id per line.
 QUICK = Path(__file__).with_name("quick.txt")
+SLOW = Path(__file__).with_name("slow.txt")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,13 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sorts the tests by file, keeps their order within a file, and marks them quick or slow.
 
     Raises:
-        pytest.UsageError: quick.txt names a test that does not exist, or that is slow.
+        pytest.UsageError: quick.txt or slow.txt names a test that does not exist, or a test is both
+            quick and slow.
     """
     rank = {name: number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
-    quick = {line for line in QUICK.read_text().splitlines() if not line.startswith("#")}
+    quick, slow = read_names(QUICK), read_names(SLOW)
     for item in items:
-        if item.get_closest_marker("cluster"):
+        if item.get_closest_marker("cluster") or item.nodeid in slow:
             item.add_marker("slow")
         if item.nodeid in quick:
             item.add_marker("quick")
@@ -74,6 +76,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return  # only some tests of a file were collected
     files = {item.nodeid.partition("::")[0] for item in items}
     existing = {item.nodeid for item in items}
-    for name in quick:
-        if name.partition("::")[0] in files and name not in existing:
-            raise pytest.UsageError(f"{QUICK.name}: there is no test {name}")
+    for path, names in ((QUICK, quick), (SLOW, slow)):
+        for name in names:
+            if name.partition("::")[0] in files and name not in existing:
+                raise pytest.UsageError(f"{path.name}: there is no test {name}")
+
+
+def read_names(path: Path) -> set[str]:
+    """Returns the node ids that a file lists."""
+    return {line for line in path.read_text().splitlines() if not line.startswith("#")}

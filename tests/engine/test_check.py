@@ -14,6 +14,8 @@ import tensorflow as tf
 import ctl_core
 from ctl_core import compat
 from ctl_core.commands import compare_devices
+from ctl_core.commands.check_console import CheckConsole
+from ctl_core.hooks.load import load_hooks
 from ctl_core.numerics.randomness import is_noise_of_replica
 from ctl_core.run.files import lock_run, release_run
 from tests.golden import engine, small
@@ -21,6 +23,7 @@ from tests.golden.catalogue import NAMES, SETTINGS, load_program
 from tests.helpers.cases import dropout_model, make_hooks, regression_data, sliced
 
 Check = Callable[..., ctl_core.State]
+Compare = Callable[..., None]
 Output = pytest.CaptureFixture[str]
 
 
@@ -37,6 +40,20 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
             return ctl_core.check(hooks, ctl_core.Config(**{**defaults, **settings}))
         finally:
             assert list(temporary.glob("ctl_core-check-*")) == []
+
+    return run
+
+
+@pytest.fixture
+def compare(tmp_path: Path) -> Compare:
+    """Returns ``compare(hooks, **settings)``, the part of ``check`` that compares devices."""
+
+    def run(hooks: Any, **settings: Any) -> None:
+        small_run = {"steps": 2, "batch_size": 16, "limit_eval": 1, "on_nan": "stop"}
+        place = {"runs_dir": str(tmp_path / "runs"), "run_name": "run"}
+        config = ctl_core.Config(**{**small_run, **place, **settings})
+        loaded_hooks, _ = load_hooks(hooks, config)
+        compare_devices.compare_devices(loaded_hooks, config, CheckConsole(), by_rows=True)
 
     return run
 
@@ -167,8 +184,6 @@ WRONG: dict[str, dict[str, Any]] = {
         **DOMAINS,
         "create_model": lambda: DomainModel(interacts=True),
     },
-    # The NumPy function draws new numbers each time that the hook is traced.
-    r"input_pre \(test_check.py:\d+\): draws random": {"input_pre": draw},
 }
 
 
@@ -187,9 +202,17 @@ WRONG |= {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("message", WRONG)
-def test_mistakes_that_training_does_not_show_are_named(check: Check, message: str) -> None:
+def test_mistakes_that_training_does_not_show_are_named(compare: Compare, message: str) -> None:
     with pytest.raises(ctl_core.SetupError, match=f"^{message}"):
-        check(hooks(**WRONG[message]))
+        compare(hooks(**WRONG[message]))
+
+
+@pytest.mark.slow
+def test_numbers_that_python_draws_are_named(check: Check) -> None:
+    """The NumPy function draws new numbers each time that the hook is traced."""
+    message = r"^input_pre \(test_check.py:\d+\): draws random"
+    with pytest.raises(ctl_core.SetupError, match=message):
+        check(hooks(input_pre=draw))
 
 
 @pytest.mark.slow
@@ -358,19 +381,19 @@ def survival_hooks(scale: float, wrong: float = 1.0) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 1e6, 1e-6])
 def test_rounding_errors_of_a_sum_that_cancels_are_no_difference(
-    check: Check, scale: float
+    compare: Compare, scale: float
 ) -> None:
-    check(survival_hooks(scale), batch_size=8)
+    compare(survival_hooks(scale), batch_size=8)
 
 
 @pytest.mark.parametrize("scale", small.slow_but(1e-6, of=(1.0, 1e6, 1e-6)))
-def test_an_error_of_one_percent_is_found_in_any_unit(check: Check, scale: float) -> None:
+def test_an_error_of_one_percent_is_found_in_any_unit(compare: Compare, scale: float) -> None:
     with pytest.raises(ctl_core.SetupError, match=r"create_loss .* differ"):
-        check(survival_hooks(scale, wrong=1.01), batch_size=8)
+        compare(survival_hooks(scale, wrong=1.01), batch_size=8)
 
 
 @pytest.mark.slow
-def test_weights_of_a_batch_that_replicas_exchange_are_compared(check: Check) -> None:
+def test_weights_of_a_batch_that_replicas_exchange_are_compared(compare: Compare) -> None:
     """The weight is the number of errors above the mean error; exchanged twice, it is wrong."""
 
     def count_large(output: Any, batch: Any) -> tf.Tensor:
@@ -378,13 +401,13 @@ def test_weights_of_a_batch_that_replicas_exchange_are_compared(check: Check) ->
         is_large = errors > ctl_core.all_reduce(tf.reduce_mean(errors), "mean")
         return tf.reduce_sum(tf.cast(is_large, tf.float32))
 
-    check(hooks(batch_weight=count_large))
+    compare(hooks(batch_weight=count_large))
 
     def count_twice(output: Any, batch: Any) -> tf.Tensor:
         return ctl_core.all_reduce(count_large(output, batch))
 
     with pytest.raises(ctl_core.SetupError, match=r"batch_weight .*: the weight of the batch d"):
-        check(hooks(batch_weight=count_twice))
+        compare(hooks(batch_weight=count_twice))
 
 
 @pytest.mark.parametrize(
@@ -427,7 +450,7 @@ def test_check_fails_where_devices_cannot_be_compared(check: Check, capsys: Outp
 
 @pytest.mark.slow
 def test_all_differences_are_listed_in_the_order_of_their_causes(
-    check: Check, capsys: Output
+    compare: Compare, capsys: Output
 ) -> None:
     def create_loss() -> Any:
         return lambda pair: tf.reduce_sum((pair[0] - pair[1][:, 0]) ** 2)
@@ -436,7 +459,7 @@ def test_all_differences_are_listed_in_the_order_of_their_causes(
     with pytest.raises(
         ctl_core.SetupError, match=r"^check: create_loss .* the loss differs"
     ) as error:
-        check(wrong)
+        compare(wrong)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  - ")]
     for line, pattern in zip(
         lines,
@@ -499,7 +522,7 @@ def test_check_passes_programs_that_are_right_on_any_devices(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
-def test_a_variable_of_the_file_is_named(check: Check, dtype: str) -> None:
+def test_a_variable_of_the_file_is_named(compare: Compare, dtype: str) -> None:
     count = tf.Variable(0, dtype=dtype, trainable=False, name="count")
 
     def update_pre(gradients: Any) -> Any:
@@ -509,7 +532,7 @@ def test_a_variable_of_the_file_is_named(check: Check, dtype: str) -> None:
     with pytest.raises(
         ctl_core.SetupError, match=r"a training step assigns count, .*outside the hooks"
     ):
-        check(hooks(update_pre=update_pre))
+        compare(hooks(update_pre=update_pre))
 
 
 # ---- Values in Python ------------------------------------------------------------------------

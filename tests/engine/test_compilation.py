@@ -398,10 +398,10 @@ def read_as_text(tensor: tf.Tensor) -> tf.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [("--steps=4000",), ("--trainings=10", "--steps=100", "--devices=1")]
+    "words", [("--steps=2500",), ("--trainings=6", "--steps=50", "--devices=1")]
 )
 def test_compiled_trainings_leak_neither_threads_nor_memory(words: tuple[str, ...]) -> None:
-    """Neither a long training on two devices nor ten trainings in one process leak."""
+    """Neither a long training on two devices nor six trainings in one process leak."""
     script = [sys.executable, "-m", "scripts.compiled_soak", *words]
     ended = subprocess.run(script, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "does not leak"), ended.stdout

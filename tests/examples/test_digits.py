@@ -76,13 +76,13 @@ def test_default_project_has_the_same_bits_on_any_number_of_devices(
     """
     flags = ("--batch-size", "32", "--limit-eval", "2", "--logical-replicas", "6")
     example = Example("digits", cli, tmp_path, *flags)
-    for devices in ("1", "2", "3", "5"):
+    for devices in ("1", "3"):
         example.train(f"on-{devices}", "--virtual-devices", devices)
     example.train("resumed", "--virtual-devices", "5", "--steps", "3")
     example.train("resumed", "--virtual-devices", "2")
     expected = example.numbers("on-1")
     evaluations = read_evaluations(tmp_path / "runs" / "on-1")
-    for run in ("on-2", "on-3", "on-5", "resumed"):
+    for run in ("on-3", "resumed"):
         numbers = example.numbers(run)
         assert numbers.keys() == expected.keys()
         for name, value in expected.items():

@@ -1,8 +1,8 @@
 """Trains programs in one process of a cluster.
 
-``python -m tests.golden.cluster RUNS RUN_NAME PROGRAM...`` trains each program as
-RUNS/RUN_NAME-PROGRAM, and writes its weights and metrics to ``RUNS/RUN_NAME-PROGRAM-TASK.npz``. The
-programs share a cluster, because starting one takes longer than training.
+``python -m tests.golden.cluster RUNS RUN...`` trains each run in the folder RUNS, and writes its
+weights and metrics to ``RUNS/RUN-TASK.npz``. The name of a run is ``whole-PROGRAM`` or
+``killed-PROGRAM``. The runs share a cluster, because starting one takes longer than training.
 """
 
 import json
@@ -19,16 +19,17 @@ from tests.golden.catalogue import KILLED, LAST_SAVED, SETTINGS, load_program
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 
 
-def train_one(runs: Path, run_name: str, name: str) -> None:
+def train_one(runs: Path, run: str) -> None:
     """Trains a program.
 
-    If the run is named ``whole``, the chief also copies its folder, as a kill at that step would
-    leave it.
+    In a run ``whole-PROGRAM``, the chief also copies its folder to ``killed-PROGRAM``, as a kill at
+    that step would leave it.
     """
-    program, run = load_program(name), f"{run_name}-{name}"
+    kind, _, name = run.partition("-")
+    program = load_program(name)
 
     def kill(chief: bool) -> None:
-        if chief and run_name == "whole":
+        if chief and kind == "whole":
             engine.leave_as_killed(runs / run, runs / f"killed-{name}")
 
     hooks = program.hooks()
@@ -41,5 +42,5 @@ def train_one(runs: Path, run_name: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    for each in sys.argv[3:]:
-        train_one(Path(sys.argv[1]), sys.argv[2], each)
+    for each in sys.argv[2:]:
+        train_one(Path(sys.argv[1]), each)

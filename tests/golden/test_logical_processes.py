@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -10,11 +10,31 @@ from tests.golden import compare, engine
 from tests.golden.logical_cluster import PROGRAMS, train_program
 
 STEPS = 9
-# The starts of a run. Each has a name, a number of processes, the devices per process, and the step
-# after which it is killed. In each start, the devices have different numbers of logical replicas.
-STARTS = (("two_by_two", 2, 2, 3), ("three", 3, 1, 6))
+
+
+class Cluster(NamedTuple):
+    """A cluster whose devices have different numbers of logical replicas.
+
+    Attributes:
+        name: the prefix of its runs
+        processes: the number of processes
+        devices: the number of devices per process
+        killed: the step after which the runs are killed
+        programs: the programs that it trains
+    """
+
+    name: str
+    processes: int
+    devices: int
+    killed: int
+    programs: tuple[str, ...]
+
+
+CLUSTERS = (
+    Cluster("two_by_two", 2, 2, 3, ("cnn", "all")),
+    Cluster("three", 3, 1, 6, ("observed", "compiled")),
+)
 QUICK = "elements"
-CHANGING = [name for name in PROGRAMS if name != QUICK]
 
 
 def assert_same_run(run: Path, expected: Path, step: int) -> None:
@@ -65,33 +85,35 @@ def test_two_processes_end_with_the_bits_of_one_device_and_resumed_on_three(
 
 @pytest.fixture(scope="module")
 def changing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of runs on a different cluster at each start.
+    """Returns the folder of runs on a cluster, on one device, and on two devices.
 
-    Each start resumes from the state that a kill of the previous one would leave, and trains to the
-    end.
+    The runs on two devices resume from the state that a kill of the cluster would leave.
     """
     folder = tmp_path_factory.mktemp("changing")
-    next_starts = [start for start, *_ in STARTS[1:]] + ["last"]
-    for (start, processes, devices, killed), next_start in zip(STARTS, next_starts, strict=True):
-        words = (str(folder), start, next_start, str(devices), str(killed), str(STEPS), *CHANGING)
+    for name, processes, devices, killed, programs in CLUSTERS:
+        words = (str(folder), name, "resumed", str(devices), str(killed), str(STEPS), *programs)
         engine.run_cluster(folder, "tests.golden.logical_cluster", *words, processes=processes)
-    for name in CHANGING:
-        train_program(folder, "one", name, steps=STEPS)
-        train_program(folder, "last", name, steps=STEPS, virtual_devices=2)
+        for program in programs:
+            train_program(folder, "one", program, steps=STEPS)
+            train_program(folder, "resumed", program, steps=STEPS, virtual_devices=2)
     return folder
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("name", CHANGING)
-@pytest.mark.parametrize("start", [*(start for start, *_ in STARTS), "last"])
+@pytest.mark.parametrize(
+    ("cluster", "program"),
+    [(cluster.name, program) for cluster in CLUSTERS for program in cluster.programs],
+)
 def test_any_number_of_processes_ends_with_the_same_bits(
-    changing: Path, start: str, name: str
+    changing: Path, cluster: str, program: str
 ) -> None:
-    """The bits are the same although Adam amplifies differences.
+    """The bits are the same although Adam amplifies differences."""
+    log = (changing / f"resumed-{program}" / "train.log").read_text()
+    assert "resuming at step" in log
+    for start in (cluster, "resumed"):
+        assert_same_run(changing / f"{start}-{program}", changing / f"one-{program}", STEPS)
 
-    Each start resumes on a different number of processes or devices.
-    """
-    if start != STARTS[0][0]:
-        log = (changing / f"{start}-{name}" / "train.log").read_text()
-        assert "resuming at step" in log
-    assert_same_run(changing / f"{start}-{name}", changing / f"one-{name}", STEPS)
+
+def test_every_program_is_trained() -> None:
+    trained = {QUICK, *(program for cluster in CLUSTERS for program in cluster.programs)}
+    assert trained == {*PROGRAMS}

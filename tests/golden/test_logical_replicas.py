@@ -147,11 +147,11 @@ def test_a_transformer_ends_with_the_same_bits_on_two_devices(tmp_path: Path) ->
 def test_any_number_of_devices_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
     """The bits are the same although Adam amplifies differences.
 
-    The run resumes on fewer and fewer devices.
+    The run begins on five devices, and resumes on three.
     """
     hooks = make_hooks(model)
     expected = train(hooks, tmp_path, "one", logical_replicas=LOGICAL_REPLICAS, steps=9)
-    for devices, steps in ((5, 4), (3, 8), (1, 9)):
+    for devices, steps in ((5, 4), (3, 9)):
         resumed = train(
             hooks,
             tmp_path,
