@@ -279,6 +279,7 @@ class _Builder:
             update_average=update_average,
             own_gradients=traced.own_gradients,
             unjudged_gradients=traced.unjudged_gradients,
+            leaf_obstacle=traced.leaf_obstacle,
         )
         if self.config.logical_replicas is not None:
             refuse_states(self.hooks.create_train_metrics, components.list_logged_metrics())

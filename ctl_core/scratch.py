@@ -15,6 +15,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from ctl_core import compat
+from ctl_core.cluster.collectives import count_local_replicas
 from ctl_core.cluster.replica_contexts import NO_EXCHANGE, FirstReplica
 from ctl_core.cluster.sync import Cluster
 from ctl_core.evaluation.evaluate import Evaluation
@@ -54,6 +55,7 @@ from ctl_core.model.loss_calls import (
 )
 from ctl_core.model.metrics import name_scalars, update_train_metrics
 from ctl_core.model.sample_weights import refuse_weights_in_loss
+from ctl_core.model.shared_functions import find_obstacle
 from ctl_core.numerics.randomness import find_drawing_layers
 from ctl_core.numerics.reduction import PIECES
 from ctl_core.numerics.variables import name_variable, trainable_variables, unwrap
@@ -77,7 +79,7 @@ class TracedForward(NamedTuple):
         scalar_losses: the objectives whose loss is a single number per batch
         unchanged_losses: the objectives whose loss ``grad_pre`` returned unchanged
         logged: the names of the logged parts of the loss
-        own_gradients, unjudged_gradients: see ``Components``
+        own_gradients, unjudged_gradients, leaf_obstacle: see ``Components``
         is_weighted: whether ``grad_pre`` multiplies the loss by the sample weights of the batch
     """
 
@@ -92,6 +94,7 @@ class TracedForward(NamedTuple):
     logged: list[str]
     own_gradients: tuple[str, ...]
     unjudged_gradients: tuple[str, ...]
+    leaf_obstacle: str
     is_weighted: bool
 
 
@@ -169,8 +172,21 @@ class ScratchTracer:
             logged=[name for _, objective in objectives for name in objective.logged],
             own_gradients=list_own_gradients(self.hooks, special, backward_ops),
             unjudged_gradients=list_unjudged(self.hooks, backward_ops),
+            leaf_obstacle=self._find_leaf_obstacle(operations),
             is_weighted=is_weighted,
         )
+
+    def _find_leaf_obstacle(self, operations: list[tf.Operation]) -> str:
+        """Returns why leaves cannot be shared between devices; "" if the forward pass shows none.
+
+        A leaf would otherwise be traced in vain once, because tracing it shows the reason, too.
+
+        Args:
+            operations: the ops of the forward pass
+        """
+        if self.strategy.num_replicas_in_sync > 1 and makes_exchange(operations):
+            return "replicas exchange values in it"
+        return find_obstacle(operations, count_local_replicas(self.strategy) > 1)
 
     def _trace_backward(
         self,

@@ -249,6 +249,7 @@ class LeavesOfReplicas:
             compiled=context.compilation is Compilation.REPLICA,
             waits=self._shape.accumulate_steps > 1,
         )
+        self._leaf.obstacle = self._leaf.obstacle or context.components.leaf_obstacle
         self._before: PerReplica = []
         if self._variables.exchanged or self._shape.accumulate_steps > 1:
             self._before = replicas.run(self._variables.read)

@@ -183,6 +183,8 @@ class Components(ForwardComponents):
             linear
         unjudged_gradients: the lines of gradient functions that draw random numbers or write
             variables
+        leaf_obstacle: why leaves cannot be shared between devices, see model/shared_functions.py;
+            "" if tracing the forward pass has shown no reason
     """
 
     optimizer: Optimizer | dict[str, Optimizer]
@@ -198,6 +200,7 @@ class Components(ForwardComponents):
     generators: Generators = dataclasses.field(default_factory=Generators)
     own_gradients: tuple[str, ...] = ()
     unjudged_gradients: tuple[str, ...] = ()
+    leaf_obstacle: str = ""
 
     def list_logged_metrics(self) -> dict[str, keras.Metric]:
         """Returns the training metrics by name, including the means of the loss's logged parts."""

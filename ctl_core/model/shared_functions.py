@@ -288,12 +288,9 @@ def list_captures(
     """
     graph = function.graph
     operations = list(compat.add_called_ops(graph.get_operations()))
-    op = find_seeded_op(operations)
-    if op is not None:
-        raise NotShareable(f"{op.type} draws random numbers from a seed of its own")
-    # TensorFlow records the calls of a py_function by its token, for the backward pass.
-    if has_several_devices and any(op.type == "EagerPyFunc" for op in operations):
-        raise NotShareable("it calls a tf.py_function")
+    obstacle = find_obstacle(operations, has_several_devices)
+    if obstacle:
+        raise NotShareable(obstacle)
     written = set(map(id, compat.find_written_resources(graph)))
     captures: list[tf.Variable | tf.Tensor] = []
     for tensor in compat.list_captured_inputs(function):
@@ -306,6 +303,22 @@ def list_captures(
             raise NotShareable("it reads a variable of float8")
         captures.append(tensor if variable is None else variable)
     return captures
+
+
+def find_obstacle(operations: Sequence[tf.Operation], has_several_devices: bool) -> str:
+    """Returns why no shared function can contain some ops; "" if one can.
+
+    Args:
+        operations: the ops
+        has_several_devices: whether several devices call the function
+    """
+    op = find_seeded_op(operations)
+    if op is not None:
+        return f"{op.type} draws random numbers from a seed of its own"
+    # TensorFlow records the calls of a py_function by its token, for the backward pass.
+    if has_several_devices and any(op.type == "EagerPyFunc" for op in operations):
+        return "it calls a tf.py_function"
+    return ""
 
 
 def hide(value: int | tf.Tensor) -> tf.Tensor:

@@ -70,6 +70,42 @@ def test_traces_do_not_grow_with_the_devices(train: engine.Train) -> None:
         assert count_traces(devices, train) == on_one
 
 
+def center(inputs: Any) -> Any:
+    return inputs - ctl_core.all_reduce(tf.reduce_mean(inputs, 0), "mean")
+
+
+def add_noise(inputs: Any) -> Any:
+    return inputs + 0.01 * tf.random.normal(tf.shape(inputs))
+
+
+@pytest.mark.parametrize("change", [center, add_noise])
+def test_a_leaf_that_is_not_shared_is_traced_once_for_each_device(
+    train: engine.Train, change: Callable[[Any], Any]
+) -> None:
+    """The trace that creates the variables shows that the leaf cannot be shared."""
+
+    def count_calls(devices: int, change: Callable[[Any], Any]) -> int:
+        calls = 0
+
+        class Counting(keras.Model):
+            def __init__(self) -> None:
+                super().__init__()
+                self.dense = keras.layers.Dense(1)
+
+            def call(self, inputs: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                return self.dense(change(inputs))
+
+        name = f"{change.__name__}-on-{devices}"
+        train_on(train, small.hooks(create_model=Counting), devices, BATCH, steps=2, run_name=name)
+        return calls
+
+    shared = count_calls(1, tf.identity)
+    for devices in (2, 3):
+        assert count_calls(devices, change) == shared + devices - 1
+
+
 class Table(keras.Model):
     """Looks up a factor for each row in a table, which exists once for all devices."""
 
