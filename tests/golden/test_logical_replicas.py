@@ -118,49 +118,30 @@ def list_values(state: ctl_core.State) -> list[dict[str, Any]]:
 
 
 def test_a_cnn_ends_with_the_same_bits_on_three_devices_and_resumed_on_one(tmp_path: Path) -> None:
-    """Weights, moving statistics, optimizer, generators and evaluations have the same bits."""
-    hooks = make_hooks("cnn", create_opt=keras.optimizers.SGD)
-    del hooks.create_metrics  # makes this test faster; the other tests have metrics
-    expected = train(hooks, tmp_path, "one", logical_replicas=LOGICAL_REPLICAS, steps=4)
-    train(hooks, tmp_path, "many", logical_replicas=LOGICAL_REPLICAS, virtual_devices=3, steps=2)
-    assert_equal(train(hooks, tmp_path, "many", steps=4), expected)
+    """Weights, moving statistics, optimizer, generators and evaluations have the same bits.
+
+    Adam would amplify a difference.
+    """
+    hooks = make_hooks("cnn")
+    expected = train(hooks, tmp_path, "one", logical_replicas=LOGICAL_REPLICAS, steps=6)
+    train(hooks, tmp_path, "many", logical_replicas=LOGICAL_REPLICAS, virtual_devices=3, steps=3)
+    assert_equal(train(hooks, tmp_path, "many", steps=6), expected)
 
 
-def test_a_transformer_ends_with_the_same_bits_on_two_devices(tmp_path: Path) -> None:
-    hooks = make_hooks("transformer", create_opt=keras.optimizers.SGD)
-    one, two = (
+def test_a_transformer_ends_with_the_same_bits_on_five_devices(tmp_path: Path) -> None:
+    hooks = make_hooks("transformer")
+    one, five = (
         train(
             hooks,
             tmp_path,
             f"on-{devices}",
-            steps=2,
+            steps=4,
             logical_replicas=LOGICAL_REPLICAS,
             virtual_devices=devices,
         )
-        for devices in (1, 2)
+        for devices in (1, 5)
     )
-    assert_equal(two, one)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_any_number_of_devices_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
-    """The bits are the same although Adam amplifies differences.
-
-    The run begins on five devices, and resumes on three.
-    """
-    hooks = make_hooks(model)
-    expected = train(hooks, tmp_path, "one", logical_replicas=LOGICAL_REPLICAS, steps=9)
-    for devices, steps in ((5, 4), (3, 9)):
-        resumed = train(
-            hooks,
-            tmp_path,
-            "many",
-            logical_replicas=LOGICAL_REPLICAS,
-            virtual_devices=devices,
-            steps=steps,
-        )
-    assert_equal(resumed, expected)
+    assert_equal(five, one)
 
 
 class Noise(keras.Layer):

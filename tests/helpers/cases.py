@@ -48,12 +48,21 @@ def sliced(data: Any) -> Callable[[int], tf.data.Dataset]:
     return small.slices(data, drop_remainder=True)
 
 
+def create_opt(lr: Any) -> keras.optimizers.Optimizer:
+    """Returns an optimizer with a slot for each variable, which is traced faster than the default.
+
+    With the default, Nadam, a training of a small model takes half as long again.
+    """
+    return keras.optimizers.SGD(lr, momentum=0.9)
+
+
 def make_hooks(**hooks: Any) -> SimpleNamespace:
     """Returns hooks that train ``small_model`` without reports; arguments replace or add hooks."""
     base: dict[str, Any] = {
         "create_dataset": sliced(regression_data()),
         "create_model": small_model,
         "create_loss": small.create_loss,
+        "create_opt": create_opt,
         "every_steps": {},
     }
     return SimpleNamespace(**{**base, **hooks})
