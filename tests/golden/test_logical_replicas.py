@@ -124,7 +124,7 @@ def test_a_cnn_ends_with_the_same_bits_on_three_devices_and_resumed_on_one(tmp_p
     """
     hooks = make_hooks("cnn")
     expected = train(hooks, tmp_path, "one", logical_replicas=LOGICAL_REPLICAS, steps=6)
-    train(hooks, tmp_path, "many", logical_replicas=LOGICAL_REPLICAS, virtual_devices=3, steps=3)
+    train(hooks, tmp_path, "many", logical_replicas=LOGICAL_REPLICAS, virtual_devices=3, steps=4)
     assert_equal(train(hooks, tmp_path, "many", steps=6), expected)
 
 

@@ -21,8 +21,6 @@ def find_stale_lines(sample: str, output: str) -> list[str]:
     lines = sample.splitlines()
     if lines[0].startswith(("error:", "warning:")):
         lines = [" ".join(lines)]
-    # NumPy breaks the line of a long array before its dtype.
-    output = re.sub(r",\n +dtype=", ", dtype=", output)
     printed = {hide_values(line) for line in output.splitlines()}
     return [line for line in lines if not any(map(make_pattern(line).match, printed))]
 
