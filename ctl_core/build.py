@@ -6,6 +6,7 @@ placeholders, see scratch.py. All commands that use a run start by building its 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +21,7 @@ from ctl_core.checkpoint.initial_weights import (
     load_initial_weights,
 )
 from ctl_core.checkpoint.retention import prepare_list
+from ctl_core.cluster.collectives import count_local_replicas
 from ctl_core.cluster.strategy import create_strategy
 from ctl_core.cluster.sync import Cluster, is_peer_lost
 from ctl_core.evaluation.evaluate import create_evaluation
@@ -36,6 +38,7 @@ from ctl_core.model.components import SINGLE_OBJECTIVE, Components, ForwardCompo
 from ctl_core.model.copies import ReplicaCopies
 from ctl_core.model.forward import call_made
 from ctl_core.model.logical_limits import refuse_hooks, refuse_states
+from ctl_core.model.shards import Shards
 from ctl_core.model.state import State
 from ctl_core.numerics.learning_rate import LearningRate, Rate, RateSchedule, make_rate_for_hooks
 from ctl_core.numerics.not_finite import LossScale
@@ -244,12 +247,13 @@ class _Builder:
             The components of a step, the moving average of the weights (None if ``ema`` is not
             set), and the dtypes lower than float32 in which training computes.
         """
-        optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables)
+        shards = self._create_shards(traced)
+        optimizer, optimizers = self._create_optimizers(forward, rate, traced.variables, shards)
         lr = make_rate_for_hooks(rate, optimizers)
         precisions = self._find_low_precisions()
         loss_scale = self._create_loss_scale(precisions)
         assign_rate = self._choose_schedule(lr, rate)
-        average = self._create_average(traced.weights)
+        average = self._create_average(traced.weights, shards)
         update_average = None
         if average is not None:
             update_average = average.update
@@ -277,6 +281,7 @@ class _Builder:
             loss_scale=loss_scale,
             assign_rate=assign_rate,
             update_average=update_average,
+            shards=shards,
             own_gradients=traced.own_gradients,
             unjudged_gradients=traced.unjudged_gradients,
             leaf_obstacle=traced.leaf_obstacle,
@@ -304,12 +309,21 @@ class _Builder:
         with self.recording.record_as("engine"):
             return LossScale()
 
-    def _create_average(self, weights: list[Variable]) -> WeightAverage | None:
+    def _create_shards(self, traced: TracedForward) -> Shards | None:
+        """Chooses the owners of variables; returns None if all devices keep the whole state."""
+        if not self.config.shard_optimizer or count_local_replicas(self.strategy) == 1:
+            return None
+        trained = [variable for each in traced.variables.values() for variable in each]
+        return Shards(self.strategy, self.recording, [*trained, *traced.weights])
+
+    def _create_average(
+        self, weights: list[Variable], shards: Shards | None
+    ) -> WeightAverage | None:
         """Creates the moving average of the weights; returns None if ``ema`` is not set."""
         if self.config.ema is None:
             return None
         with self.recording.record_as("ema"):
-            return WeightAverage(self.config.ema, weights, self.strategy)
+            return WeightAverage(self.config.ema, weights, self.strategy, shards)
 
     def _choose_schedule(self, lr: Rate, rate: LearningRate) -> Callable[[tf.Tensor], None] | None:
         """Returns the function that assigns the learning rate of a step; None without a schedule.
@@ -409,7 +423,11 @@ class _Builder:
             return {name: keras.metrics.Mean(name) for name in dict.fromkeys(names)}
 
     def _create_optimizers(
-        self, forward: ForwardComponents, rate: LearningRate, variables: VariablesByObjective
+        self,
+        forward: ForwardComponents,
+        rate: LearningRate,
+        variables: VariablesByObjective,
+        shards: Shards | None,
     ) -> tuple[Optimizer | dict[str, Optimizer], dict[str, Optimizer]]:
         """Calls ``create_opt``, and lets each optimizer create its own variables.
 
@@ -425,7 +443,8 @@ class _Builder:
                 "combined with turns, which make several updates on one batch; use only one "
                 "of the two."
             )
-        with self.recording.record_as("create_opt"):
+        place_slots = contextlib.nullcontext() if shards is None else shards.place_slots()
+        with self.recording.record_as("create_opt"), place_slots:
             optimizer = hook(
                 lr=rate, train_model=forward.train_model, train_loss=forward.train_loss
             )
@@ -445,6 +464,8 @@ class _Builder:
             compare_optimizers(self.cluster, optimizers)
             for name, objective_optimizer in optimizers.items():
                 self._build_optimizer(objective_optimizer, variables[name])
+                if shards is not None:
+                    shards.check_optimizer(hook, objective_optimizer)
         return optimizer, optimizers
 
     def _build_optimizer(self, optimizer: Optimizer, variables: list[Variable]) -> None:

@@ -46,10 +46,9 @@ from ctl_core.types import (
 )
 from ctl_core.update import make_update
 
-_OPTIMIZER_IN_MICRO_BATCH = (
-    "grad_pre: applies an optimizer itself, which accumulate_steps would repeat in each "
-    "micro-batch; return dicts by objective from create_opt and grad_pre, or leave out "
-    "accumulate_steps."
+_OPTIMIZER_IN_LEAF = (
+    "grad_pre: applies an optimizer itself, which {setting} {problem}; return dicts by objective "
+    "from create_opt and grad_pre, or leave out {setting}."
 )
 
 
@@ -356,7 +355,7 @@ class Leaf:
         if self._has_rounds:
             values_of_previous_leaf = self._variables.read()
             self._variables.begin_leaf(before)
-        with refuse_optimizers_if(self._has_rounds):
+        with refuse_optimizers(context):
             contribution, variables = forward_backward(context, examples, self._kept, share)
         if self._has_rounds:
             differences = self._variables.count_differences(
@@ -378,8 +377,15 @@ class Leaf:
         return layout.pack(contribution), layout
 
 
-def refuse_optimizers_if(condition: bool) -> contextlib.AbstractContextManager[None]:
-    """Raises an error inside the context if a micro-batch applies an optimizer itself."""
-    if condition:
-        return compat.refuse_optimizers(_OPTIMIZER_IN_MICRO_BATCH)
-    return contextlib.nullcontext()
+def refuse_optimizers(context: StepContext) -> contextlib.AbstractContextManager[None]:
+    """Raises an error inside the context if a leaf must not apply an optimizer itself, but does."""
+    components = context.components
+    if components.shape.accumulate_steps > 1:
+        problem = "would repeat in each micro-batch"
+        setting = "accumulate_steps"
+    elif components.shards is not None:
+        problem = "cannot divide among the devices"
+        setting = "shard_optimizer"
+    else:
+        return contextlib.nullcontext()
+    return compat.refuse_optimizers(_OPTIMIZER_IN_LEAF.format(setting=setting, problem=problem))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -23,6 +23,7 @@ from ctl_core.cluster.replica_contexts import (
     is_shared,
     weigh_by_rows,
 )
+from ctl_core.hooks.hooks import Hook
 from ctl_core.model.components import Compilation, StepContext
 from ctl_core.model.executable import describe_op, find_uncompilable_op
 from ctl_core.model.failures import find_line
@@ -30,6 +31,8 @@ from ctl_core.model.forward import call_made, fix_shape
 from ctl_core.model.generator_states import BETWEEN_STEPS, UPDATE, choose_generators
 from ctl_core.model.leaves import LeafVariables, Sums
 from ctl_core.model.replicas import Replicas
+from ctl_core.model.shards import Shards
+from ctl_core.model.shared_functions import SharedFunction
 from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import are_finite, are_losses_finite, are_numbers
 from ctl_core.numerics.randomness import draws_random_numbers
@@ -41,10 +44,15 @@ from ctl_core.types import (
     Gradient,
     Gradients,
     GradientsByObjective,
+    PerReplica,
+    Structure,
     UserObject,
     Variable,
     VariablesByObjective,
 )
+
+# Why a stage of an update is traced for each device.
+_OF_OWNER = "each device updates the variables that it owns"
 
 # The names of values that an update returns only if they are needed.
 _RETURNED = frozenset({"gradients", "update_gradients", "display_gradients"})
@@ -103,12 +111,14 @@ class PreparedUpdate(NamedTuple):
         summed: the gradients and objectives summed over the replicas
         weight: the weight of the batch, see ``step.StepResult``
         updates: the result of ``call_update_pre``
+        is_finite: in float16, whether all gradients are finite, in a list; otherwise empty
         report: the flags of the replica
     """
 
     summed: Contribution
     weight: list[tf.Tensor]
     updates: Updates
+    is_finite: list[tf.Tensor]
     report: Report
 
 
@@ -185,13 +195,10 @@ def make_update(
     obstacle = "that of logical replicas never is"
     is_logical = context.components.shape.logical_replicas is not None
     if context.compilation is Compilation.REPLICA and not is_logical:
-        check = partial(_check_compilable, context)
+        share = partial(replicas.share, compiled=True, check=partial(_check_compilable, context))
         executable = define(is_executable=True)
-        compiled = replicas.share((*key, "compiled"), executable.make, compiled=True, check=check)
         try:
-            call = partial(replicas.call, compiled, inputs)
-            result: UpdateResult = compiled.run_again_if_not_shareable(call)[0]
-            return result
+            return _call_update(replicas, executable, share, (*key, "compiled"), inputs)
         except NotCompilable as error:
             obstacle = str(error)
         except HookFailed as error:
@@ -201,23 +208,94 @@ def make_update(
     update = define(is_executable=context.compilation is Compilation.STEP)
     # The update of logical replicas is always a function, so that it is rounded in the same way on
     # any number of devices.
-    function = replicas.share(key, update.make, inlined=not is_logical)
+    share = partial(replicas.share, inlined=not is_logical)
+    with refuse_random_ops(context, obstacle):
+        return _call_update(replicas, update, share, key, inputs)
 
-    step = context.step
-    assert isinstance(step, tf.Tensor)
+
+# The method ``Replicas.share``, with some options of an update.
+Share: TypeAlias = Callable[..., SharedFunction]
+
+
+def _call_update(
+    replicas: Replicas, update: Update, share: Share, key: tuple[Hashable, ...], inputs: PerReplica
+) -> UpdateResult:
+    """Makes an update on all devices of this process.
+
+    Args:
+        replicas: the replicas that make the update
+        update: the update
+        share: returns a function that all devices share, if that is possible
+        key: identifies the update among those of the run
+        inputs: the ``UpdateInputs`` of each replica
+    """
+    if update.shards is not None:
+        return _call_in_shards(replicas, update, update.shards, partial(_share, share, key), inputs)
+    function = share(key, update.make)
 
     def run() -> UpdateResult:
         result: UpdateResult
-        if function.is_shared or is_logical:
+        if not function.is_inlined:
             result = replicas.call(function, inputs)[0]
             return result
         # If hooks use an object that exists once, each of them runs on all devices before the next.
+        step = replicas.step
         prepared = replicas.run(partial(update.prepare, step), inputs)
+        replicas.run(partial(update.apply, step), prepared)
         result = replicas.run(partial(update.finish, step), inputs, prepared)
         return result
 
-    with refuse_random_ops(context, obstacle):
-        result = function.run_again_if_not_shareable(run)
+    result: UpdateResult = function.run_again_if_not_shareable(run)
+    return result
+
+
+def _share(
+    share: Share, key: tuple[Hashable, ...], stage: Callable[..., Any], obstacle: str = ""
+) -> SharedFunction:
+    """Returns a stage of an update, which is always a function of its own.
+
+    Args:
+        share: returns a function that all devices share, if that is possible
+        key: identifies the update among those of the run
+        stage: the method of ``Update``
+        obstacle: why the function cannot be shared; "" if nothing is known to prevent it
+    """
+
+    def compute(*values: Structure) -> tuple[Structure, None]:
+        return stage(*values), None
+
+    function = share((*key, stage.__name__), compute, inlined=False)
+    function.obstacle = function.obstacle or obstacle
+    return function
+
+
+def _call_in_shards(
+    replicas: Replicas,
+    update: Update,
+    shards: Shards,
+    share: Share,
+    inputs: PerReplica,
+) -> UpdateResult:
+    """Makes an update in which each variable is updated by its owner, and then copied.
+
+    ``update_pre`` and ``update_post`` run on all devices, as without shards.
+
+    Args:
+        replicas: the replicas that make the update
+        update: the update
+        shards: the owners of the variables
+        share: returns a stage of the update as a function
+        inputs: the ``UpdateInputs`` of each replica
+    """
+
+    def call(function: SharedFunction, *values: PerReplica) -> PerReplica:
+        return function.run_again_if_not_shareable(partial(replicas.call, function, *values))[0]
+
+    prepared = call(share(update.prepare), inputs)
+    call(share(update.apply, _OF_OWNER), prepared)
+    shards.copy_from_owners(update.variables)
+    obstacle = _OF_OWNER if update.has_averages else ""
+    result: UpdateResult = call(share(update.finish, obstacle), inputs, prepared)
     return result
 
 
@@ -255,9 +333,26 @@ class Update:
         self._returned = returned
         self._generators = choose_generators(context)
 
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables that optimizers update, each at least once."""
+        return list(itertools.chain(*self._layout.variables.values()))
+
+    @property
+    def shards(self) -> Shards | None:
+        """The owners of the variables; None if each device updates all variables."""
+        return self._context.components.shards
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether the update also updates the moving average of the weights."""
+        return self._context.components.update_average is not None
+
     def make(self, step: tf.Tensor, inputs: UpdateInputs) -> tuple[UpdateResult, None]:
         """Makes the update in the step with the given number."""
-        return self.finish(step, inputs, self.prepare(step, inputs)), None
+        prepared = self.prepare(step, inputs)
+        self.apply(step, prepared)
+        return self.finish(step, inputs, prepared), None
 
     def prepare(self, step: tf.Tensor, inputs: UpdateInputs) -> PreparedUpdate:
         """Does everything up to the call of ``update_pre``; see ``make`` for the arguments."""
@@ -284,12 +379,28 @@ class Update:
         loss_is_finite, gradients_are_numbers = compute_flags(context, local, summed)
         are_equal = [tf.equal(count, 0.0) for count in sums.differences]
         report = Report(loss_is_finite, gradients_are_numbers, stack_flags(are_equal))
-        return PreparedUpdate(summed, sums.weight, updates, report)
+        is_finite = []
+        if context.components.loss_scale is not None:
+            is_finite = [are_finite(tf.nest.flatten(summed.gradients))]
+        return PreparedUpdate(summed, sums.weight, updates, is_finite, report)
+
+    def apply(self, step: tf.Tensor, prepared: PreparedUpdate) -> None:
+        """Lets the optimizers apply the update; see ``finish`` for the arguments."""
+        if not self.variables:
+            return
+        context = self._context.begin_step(step)
+        apply = partial(apply_updates, context, self._layout.variables, prepared.updates)
+        with enter_update(context) as device:
+            run_if_finite(prepared.is_finite, apply)
+            if self.shards is not None:
+                graph = tf.compat.v1.get_default_graph()
+                assert isinstance(graph, compat.FunctionGraph)
+                self.shards.check_graph(context.hooks.create_opt, device, graph)
 
     def finish(
         self, step: tf.Tensor, inputs: UpdateInputs, prepared: PreparedUpdate
     ) -> UpdateResult:
-        """Lets the optimizers apply the update, and calls ``update_post``.
+        """Does everything that follows after the optimizers, such as calling ``update_post``.
 
         Args:
             step: the number of the step
@@ -297,8 +408,15 @@ class Update:
             prepared: the result of ``prepare``
         """
         context = self._context.begin_step(step)
-        summed, weight, updates, report = prepared
-        apply_updates(context, self._layout.variables, summed, updates)
+        summed, weight, updates, is_finite, report = prepared
+        loss_scale = context.components.loss_scale
+        if self.variables:
+            is_skipped = _find_common_skip(updates)
+            with enter_update(context) as device:
+                finish = partial(finish_update, context, device)
+                run_if_finite(is_finite, partial(run_unless, is_skipped, finish))
+                if loss_scale is not None:
+                    loss_scale.adjust(*is_finite)
         if context.components.shape.logical_replicas is not None:
             self._generators.assign(inputs.states, BETWEEN_STEPS)
         values: dict[str, Any] = {
@@ -395,13 +513,26 @@ def call_update_pre(
                 "loss": summed.loss.get(name),
                 "optimizer": components.optimizers[name],
             }
-            with compat.skip_reduction():
+            with compat.skip_reduction(), _refuse_optimizers(context, hook):
                 update, displayed[name], *skip = hook.trace(**values)
             _check_shapes(context, update, variables[name])
             applied[name] = list(update)
             if skip and skip[0] is not None:
                 skips[name] = tf.convert_to_tensor(skip[0])
     return Updates(applied, displayed, skips)
+
+
+def _refuse_optimizers(context: StepContext, hook: Hook) -> contextlib.AbstractContextManager[None]:
+    """Raises an error inside the context if a hook applies an optimizer itself, with shards.
+
+    Only ``Update.apply`` is followed by copies of the weights.
+    """
+    if context.components.shards is None:
+        return contextlib.nullcontext()
+    return compat.refuse_optimizers(
+        f"{hook}: applies an optimizer itself, which shard_optimizer cannot divide among the "
+        "devices; return the gradients from update_pre, or leave out shard_optimizer."
+    )
 
 
 def _check_shapes(context: StepContext, update: Gradients, variables: list[Variable]) -> None:
@@ -431,87 +562,74 @@ def compute_flags(
     return loss_is_finite, are_numbers(gradients)
 
 
-def _apply_if_finite(
-    context: StepContext, apply: Callable[[], None], gradients: list[tf.Tensor]
-) -> None:
-    """Applies an update; if there is a loss scale, only if all gradients are finite.
-
-    The loss scale is adjusted whether the update is applied or not.
-    """
-    loss_scale = context.components.loss_scale
-    if loss_scale is None:
-        apply()
-        return
-    is_finite = are_finite(gradients)
-    tf.cond(is_finite, apply, lambda: None)
-    loss_scale.adjust(is_finite)
-
-
-def apply_updates(
-    context: StepContext,
-    variables: VariablesByObjective,
-    summed: Contribution,
-    updates: Updates,
-) -> None:
-    """Lets optimizers apply the updates on one device; in float16, only finite ones.
+@contextlib.contextmanager
+def enter_update(context: StepContext) -> Iterator[int]:
+    """Enters the contexts in which a replica changes variables after the leaves were added up.
 
     Replicas exchange no values here, because all replicas compute the same update from the same
     gradients. A condition in ``update_pre`` or in an optimizer therefore has the same value on all
-    replicas.
+    replicas. A Keras optimizer updates the variables that the replica's device owns.
 
-    Args:
-        context: the context of the step, or of a turn within it
-        variables: the variables by objective, in the order of the gradients
-        summed: the gradients and objectives summed over the replicas
-        updates: the result of ``call_update_pre``
+    Yields:
+        The index of the device among those of this process.
     """
-    if not any(variables.values()):
-        return
-    strategy = context.components.strategy
+    components = context.components
+    strategy = components.strategy
     number = find_local_device(strategy)
     device: str | None = strategy.extended.worker_devices[number]
     if is_shared():
         device = None  # ops run on the device that calls the function
+    owns = _owns_all
+    if components.shards is not None:
+        owns = partial(components.shards.owns, device=number)
     assert isinstance(context.step, tf.Tensor)
-    apply = partial(apply_on_device, context, variables, updates.applied, updates.skips)
     with (
         compat.mute_other_summaries(context.step, tf.convert_to_tensor(replica_id())),
         compat.enter_update(strategy, number),
         tf.device(device),
         tf.name_scope(""),  # otherwise, the names of summaries would begin with the name scope
-        compat.update_device(strategy, number, device),
+        compat.update_device(strategy, number, device, owns),
     ):
-        _apply_if_finite(context, apply, tf.nest.flatten(summed.gradients))
+        yield number
 
 
-def apply_on_device(
-    context: StepContext,
-    variables: VariablesByObjective,
-    applied: GradientsByObjective,
-    skips: dict[str, tf.Tensor],
-) -> None:
-    """Applies the updates on one device of this process.
+def _owns_all(_: Variable) -> bool:
+    """Returns True: without shards, each device updates all variables."""
+    return True
+
+
+def run_if_finite(is_finite: list[tf.Tensor], function: Callable[[], None]) -> None:
+    """Calls a function that changes variables; in float16, only if the gradients are finite.
+
+    Args:
+        is_finite: whether all gradients are finite, a bool scalar, in a list; otherwise empty
+        function: the function
+    """
+    if is_finite:
+        tf.cond(is_finite[0], function, lambda: None)
+    else:
+        function()
+
+
+def apply_updates(context: StepContext, variables: VariablesByObjective, updates: Updates) -> None:
+    """Lets optimizers apply the updates on one device.
 
     Args:
         context: the context of the step, or of a turn within it
         variables: the variables by objective, in the order of the gradients
-        applied: the gradients that optimizers apply, by objective
-        skips: bool scalars that say whether to skip an update, by objective
+        updates: the result of ``call_update_pre``
     """
-    for name, gradients in applied.items():
+    for name, gradients in updates.applied.items():
         apply = partial(apply_gradients, context, name, gradients, variables[name])
-        run_unless(skips.get(name), apply)
-    run_unless(_find_common_skip(applied, skips), partial(finish_update, context))
+        run_unless(updates.skips.get(name), apply)
 
 
-def _find_common_skip(
-    applied: GradientsByObjective, skips: dict[str, tf.Tensor]
-) -> tf.Tensor | None:
+def _find_common_skip(updates: Updates) -> tf.Tensor | None:
     """Returns whether all updates are skipped; None if an updated objective has no ``skip``."""
-    updating = [name for name, gradients in applied.items() if gradients]
-    if not skips or len(skips) < len(updating):
+    updating = [name for name, gradients in updates.applied.items() if gradients]
+    if not updates.skips or len(updates.skips) < len(updating):
         return None
-    return tf.reduce_all(list(skips.values()))
+    return tf.reduce_all(list(updates.skips.values()))
 
 
 def run_unless(is_skipped: tf.Tensor | None, function: Callable[[], None]) -> None:
@@ -532,11 +650,17 @@ def apply_gradients(
         call_made(context.hooks.create_opt, optimizer.apply_gradients, pairs)
 
 
-def finish_update(context: StepContext) -> None:
-    """Calls ``update_post`` on one device; after the last turn, also updates the weight average."""
+def finish_update(context: StepContext, device: int) -> None:
+    """Calls ``update_post`` on one device; after the last turn, also updates the weight average.
+
+    Args:
+        context: the context of the step, or of a turn within it
+        device: the index of the device among those of this process
+    """
     components = context.components
     hook = context.hooks.update_post
     if hook is not None:
-        hook.trace(optimizer=components.optimizer, **context.hook_values())
+        with _refuse_optimizers(context, hook):
+            hook.trace(optimizer=components.optimizer, **context.hook_values())
     if context.is_last_turn and components.update_average is not None:
-        components.update_average()
+        components.update_average(device)

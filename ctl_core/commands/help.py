@@ -16,7 +16,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "optimization": ("learning_rate", "lr_schedule", "warmup", "ema", "accumulate_steps"),
     "devices": (
         "strategy", "virtual_devices", "workers", "max_restarts", "logical_replicas",
-        "intra_op_threads", "deterministic", "precision", "jit_compile",
+        "shard_optimizer", "intra_op_threads", "deterministic", "precision", "jit_compile",
     ),
     "evaluation": (
         "eval_every", "eval_batch_size", "limit_eval", "log_every", "keep_best", "early_stop",

@@ -115,7 +115,13 @@ from ctl_core.compat.layers import (
     separate_losses,
     watch_new_layers,
 )
-from ctl_core.compat.optimizers import read_rate, refuse_optimizers, skip_reduction, update_device
+from ctl_core.compat.optimizers import (
+    place_slots,
+    read_rate,
+    refuse_optimizers,
+    skip_reduction,
+    update_device,
+)
 from ctl_core.compat.randomness import (
     draw_from,
     get_seed_generator,
@@ -192,6 +198,7 @@ __all__ = [
     "mute_other_summaries",
     "name_anew",
     "note_interleave_order",
+    "place_slots",
     "publish",
     "read_added_losses",
     "read_cache_file",

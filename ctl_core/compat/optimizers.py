@@ -16,6 +16,7 @@ from ctl_core.types import Gradient, Optimizer, Variable
 
 GradientsAndVariables = list[tuple[Gradient, Variable]]
 Reduce = Callable[[GradientsAndVariables], GradientsAndVariables]
+Owns = Callable[[tf.Variable], bool]
 
 
 class _ThreadState(threading.local):
@@ -82,11 +83,14 @@ def _all_reduce_sum_gradients(
 class _DeviceUpdate:
     """Replaces the strategy in a Keras optimizer that updates the variables of one device."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, index: int, device: str | None) -> None:
+    def __init__(
+        self, strategy: tf.distribute.Strategy, index: int, device: str | None, owns: Owns
+    ) -> None:
         """Selects a device; see ``update_device`` for the arguments."""
         self._strategy = strategy
         self._index = index
         self._device = device
+        self._owns = owns
 
     @property
     def extended(self) -> _DeviceUpdate:
@@ -99,7 +103,12 @@ class _DeviceUpdate:
         args: Sequence[Any] = (),
         group: bool = True,
     ) -> Any:
-        """Calls a function with the component of a variable that is on the selected device."""
+        """Calls a function with the component of a variable that is on the selected device.
+
+        Does nothing if another device updates this variable.
+        """
+        if not self._owns(variable):
+            return None
         component = self._strategy.experimental_local_results(variable)[self._index]
         with tf.device(self._device):
             return function(component, *args)
@@ -107,7 +116,7 @@ class _DeviceUpdate:
 
 @contextlib.contextmanager
 def update_device(
-    strategy: tf.distribute.Strategy, index: int, device: str | None
+    strategy: tf.distribute.Strategy, index: int, device: str | None, owns: Owns
 ) -> Iterator[None]:
     """Makes this thread's Keras optimizers update the variables of one device, and no others.
 
@@ -120,6 +129,7 @@ def update_device(
         index: the index of the device among the devices of this process
         device: the name of the device; None if the ops have no device, because they are in a
             function that several devices call
+        owns: returns whether the device updates a variable; the optimizer leaves out all others
     """
     meeting = wrap_function(
         tf.__internal__.distribute.interim, "maybe_merge_call", _maybe_merge_call
@@ -129,9 +139,37 @@ def update_device(
         keras.optimizers.Optimizer, "_distribution_strategy", lambda _: strategy_property
     )
     by_variable = wrap_function(keras.optimizers.MultiOptimizer, "apply", _apply_by_variable)
-    update = _DeviceUpdate(strategy, index, device)
+    update = _DeviceUpdate(strategy, index, device, owns)
     with meeting, strategy_of_optimizer, by_variable, set_attributes(_thread, device=update):
         yield
+
+
+def place_slots(enter_place: Callable[[Variable], Scope]) -> Scope:
+    """Makes Keras optimizers create their slots inside a context that depends on the variable.
+
+    A slot is a variable that an optimizer keeps for each variable that it trains.
+
+    Args:
+        enter_place: returns the context in which the slots of a variable are created
+    """
+
+    def add_in_place(
+        of_keras: Callable[..., Any],
+        optimizer: keras.Optimizer,
+        reference_variable: Variable,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        with enter_place(reference_variable):
+            return of_keras(optimizer, reference_variable, *args, **options)
+
+    # The method is inherited, so it is wrapped in the class that defines it.
+    owner = next(
+        base
+        for base in keras.optimizers.Optimizer.__mro__
+        if "add_variable_from_reference" in vars(base)
+    )
+    return wrap_function(owner, "add_variable_from_reference", add_in_place)
 
 
 def _maybe_merge_call(

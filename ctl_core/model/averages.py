@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from ctl_core.model.copies import define_copy, list_local_components
+from ctl_core.model.shards import Shards
 from ctl_core.numerics.variables import unwrap
 from ctl_core.types import Variable
 
@@ -44,23 +45,56 @@ class WeightAverage:
     """
 
     def __init__(
-        self, decay: float, weights: list[Variable], strategy: tf.distribute.Strategy
+        self,
+        decay: float,
+        weights: list[Variable],
+        strategy: tf.distribute.Strategy,
+        shards: Shards | None = None,
     ) -> None:
-        """Creates the averages. Must be called in the strategy's scope."""
+        """Creates the averages. Must be called in the strategy's scope.
+
+        Args:
+            decay: the decay
+            weights: the weights to average
+            strategy: the strategy of the weights
+            shards: the owners of the weights, each of which has the only average of its weights;
+                None if each device has all averages
+        """
         self._decay = decay
         self._weights = [unwrap(weight) for weight in weights]
-        self._averages = [
-            tf.Variable(keras.ops.convert_to_numpy(weight), trainable=False) for weight in weights
-        ]
+        self._averages: list[tf.Variable] = []
+        self._shards = shards
+        for weight in weights:
+            with contextlib.nullcontext() if shards is None else shards.place(weight):
+                initial = keras.ops.convert_to_numpy(weight)
+                self._averages.append(tf.Variable(initial, trainable=False))
         local_averages = list_local_components(strategy, self._averages)
-        local_weights = list_local_components(strategy, self._weights)
-        self.begin = define_copy(local_weights, local_averages)
-        self.swap = define_copy(local_weights + local_averages, local_averages + local_weights)
+        if shards is None:
+            local_weights = list_local_components(strategy, self._weights)
+            self.begin = define_copy(local_weights, local_averages)
+            self.swap = define_copy(local_weights + local_averages, local_averages + local_weights)
+        else:
+            of_owners = [shards.find_component(weight) for weight in self._weights]
+            self.begin = define_copy(of_owners, local_averages)
+            swap = define_copy(of_owners + local_averages, local_averages + of_owners)
+            copy_from_owners = tf.function(shards.copy_from_owners, autograph=False)
+            copy = copy_from_owners.get_concrete_function(self._weights)
 
-    def update(self) -> None:
-        """Updates the averages after a step. Runs in a graph, on each replica separately."""
+            def swap_and_copy() -> None:
+                swap()
+                copy()
+
+            self.swap = swap_and_copy
+
+    def update(self, device: int) -> None:
+        """Updates the averages after a step. Runs in a graph, on each replica separately.
+
+        Args:
+            device: the index of the replica's device among those of this process
+        """
         for average, weight in zip(self._averages, self._weights, strict=True):
-            average.assign(self._decay * average + (1 - self._decay) * weight)
+            if self._shards is None or self._shards.owns(weight, device):
+                average.assign(self._decay * average + (1 - self._decay) * weight)
 
     @contextlib.contextmanager
     def replace_weights(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.input.batches import BatchShape
+from ctl_core.model.shards import Shards
 from ctl_core.numerics.learning_rate import Rate
 from ctl_core.numerics.not_finite import LossScale
 from ctl_core.types import Batch, Count, Loss, Model, Optimizer
@@ -175,8 +176,9 @@ class Components(ForwardComponents):
         loss_metrics: a mean for each logged part of the loss, by name
         loss_scale: the factor that multiplies objectives in float16; None in any other precision
         assign_rate: a function that assigns ``lr`` for a step; None without a schedule
-        update_average: a function that updates the moving average of the weights; None without
-            ``ema``
+        update_average: a function that updates the moving average of the weights, given the index
+            of the device; None without ``ema``
+        shards: the owners of the variables; None if each device keeps the whole state of optimizers
         generators: the random generators, whose states are set for each leaf
         own_gradients: the lines that compute with gradient functions of the user, each with its
             hook; empty if the backward pass consists of TensorFlow's own gradients, which are
@@ -196,7 +198,8 @@ class Components(ForwardComponents):
     loss_metrics: Mapping[str, keras.Metric]
     loss_scale: LossScale | None
     assign_rate: Callable[[tf.Tensor], None] | None
-    update_average: Callable[[], None] | None
+    update_average: Callable[[int], None] | None
+    shards: Shards | None
     generators: Generators = dataclasses.field(default_factory=Generators)
     own_gradients: tuple[str, ...] = ()
     unjudged_gradients: tuple[str, ...] = ()

@@ -22,16 +22,19 @@ class Replicas:
         # Replicas are traced in separate threads, which do not have the main thread's generator.
         self._seed_generator = compat.get_seed_generator()
 
+    @property
+    def step(self) -> tf.Tensor:
+        """The number of the step that is being traced."""
+        assert isinstance(self._context.step, tf.Tensor)
+        return self._context.step
+
     def run(self, function: Callable[..., Any], *values: PerReplica) -> PerReplica:
         """Calls a function on each replica, with that replica's component of the values."""
-
-        step = self._context.step
-        assert isinstance(step, tf.Tensor)
 
         def run_on_replica(*values: Structure) -> Structure:
             with (
                 compat.run_replica(self._seed_generator),
-                compat.mute_other_summaries(step),
+                compat.mute_other_summaries(self.step),
             ):
                 return function(*values)
 
@@ -81,12 +84,10 @@ class Replicas:
         Returns:
             The results of the replicas, and the object that the function returned besides tensors.
         """
-        step = self._context.step
-        assert isinstance(step, tf.Tensor)
         facts: list[Any] = []
 
         def call_on_replica(*values: Structure) -> Structure:
-            result, returned = function(step, *values)
+            result, returned = function(self.step, *values)
             facts.append(returned)
             return result
 

@@ -106,6 +106,11 @@ class SharedFunction:
         """Whether the function is traced once for all devices and graphs."""
         return not self.obstacle
 
+    @property
+    def is_inlined(self) -> bool:
+        """Whether the function becomes a part of each graph that calls it."""
+        return self._inlined and not self.is_shared and not self._compiled
+
     def __call__(self, step: tf.Tensor, *arguments: Structure) -> tuple[Structure, Any]:
         """Calls the function on a replica; traces it if necessary.
 

@@ -208,6 +208,9 @@ class Config:
         "split each batch into N parts: the same bits on any number of devices or "
         "processes; slower",
     )
+    shard_optimizer: bool = declare(
+        False, "keep each part of the optimizer's state on one device only; saves memory"
+    )
     intra_op_threads: Number | None = declare(
         None, "threads per op; null: all cores, or TensorFlow's choice", lt=2**13
     )

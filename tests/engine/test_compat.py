@@ -242,7 +242,7 @@ def test_groups_of_optimizers_take_some_of_their_variables() -> None:
         lambda variable: first if variable is variables[0] else second
     )
     optimizer.build(variables)
-    with compat.update_device(tf.distribute.get_strategy(), 0, None):
+    with compat.update_device(tf.distribute.get_strategy(), 0, None, lambda _: True):
         optimizer.apply([tf.constant(1.0)], variables[1:])
     assert [float(variable) for variable in variables] == [3.0, 1.0]
 

@@ -1,0 +1,204 @@
+"""Divides the state of optimizers among the devices of a process (``--shard-optimizer``).
+
+Every variable that is trained has one device as its owner. Only the owner has the slots that
+optimizers keep for the variable, such as Adam's moments, and only the owner updates the variable.
+Then the other devices copy the new value. So each device keeps only its part of the state, and the
+weights are the same as without shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from ctl_core import compat
+from ctl_core.cluster.collectives import count_local_replicas
+from ctl_core.hooks.hooks import Hook
+from ctl_core.hooks.recording import Recording
+from ctl_core.numerics.variables import count_elements, name_variable, unwrap
+from ctl_core.types import Optimizer, Variable
+
+
+def choose_owners(sizes: list[int], devices: int) -> list[int]:
+    """Returns the index of the device that owns each variable.
+
+    The largest variable is dealt first, and each variable goes to the device that has the fewest
+    bytes so far.
+
+    Args:
+        sizes: the size of each variable in bytes
+        devices: the number of devices
+    """
+    bytes_of_devices = [0] * devices
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        device = bytes_of_devices.index(min(bytes_of_devices))
+        owners[index] = device
+        bytes_of_devices[device] += sizes[index]
+    return owners
+
+
+def count_bytes(variable: Variable) -> int:
+    """Returns the number of bytes that the elements of a variable take on one device."""
+    return count_elements(variable) * tf.as_dtype(variable.dtype).size
+
+
+class Slot(NamedTuple):
+    """A variable that only one device has.
+
+    Attributes:
+        variable: the variable
+        owner: the index of the device among those of this process
+    """
+
+    variable: tf.Variable
+    owner: int
+
+
+class Shards:
+    """The owners of the variables of a run, and what they own."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        recording: Recording,
+        variables: Iterable[Variable],
+    ) -> None:
+        """Chooses the owners.
+
+        Args:
+            strategy: the strategy whose replicas train
+            recording: records the variables that are created for an owner
+            variables: the variables to train; a variable may occur several times
+        """
+        self._strategy = strategy
+        self._recording = recording
+        self._variables = {id(unwrap(variable)): unwrap(variable) for variable in variables}
+        sizes = [count_bytes(variable) for variable in self._variables.values()]
+        owners = choose_owners(sizes, count_local_replicas(strategy))
+        self._owners = dict(zip(self._variables, owners, strict=True))
+        self._slots: dict[int, Slot] = {}
+
+    def find_owner(self, variable: Variable) -> int | None:
+        """Returns the index of the device that owns a variable; None if all devices have it."""
+        return self._owners.get(id(unwrap(variable)))
+
+    def owns(self, variable: Variable, device: int) -> bool:
+        """Returns whether a device updates a variable.
+
+        Args:
+            variable: the variable
+            device: the index of the device among those of this process
+        """
+        return self.find_owner(variable) in (None, device)
+
+    def find_component(self, variable: Variable) -> tf.Variable:
+        """Returns the component of a variable on the device that owns it."""
+        components = self._strategy.experimental_local_results(unwrap(variable))
+        owner = self.find_owner(variable)
+        assert owner is not None
+        component: tf.Variable = components[owner]
+        return component
+
+    @contextlib.contextmanager
+    def place(self, variable: Variable) -> Iterator[None]:
+        """Creates variables inside the context on the device that owns ``variable``.
+
+        The names by which they are recorded, and saved, do not depend on the owner. If no device
+        owns ``variable``, they are created as usual.
+        """
+        owner = self.find_owner(variable)
+        if owner is None:
+            yield
+            return
+        device = self._strategy.extended.worker_devices[owner]
+
+        def create(_: Callable[..., tf.Variable], **values: Any) -> tf.Variable:
+            chosen = ("initial_value", "trainable", "name", "dtype", "shape")
+            options: dict[str, Any] = {name: values.get(name) for name in chosen}
+            with compat.leave_creator_scopes(), tf.device(device):
+                created = tf.Variable(**options)
+            self._recording.add(created)
+            self._slots[id(created)] = Slot(created, owner)
+            return created
+
+        with tf.variable_creator_scope(create):
+            yield
+
+    def place_slots(self) -> contextlib.AbstractContextManager[None]:
+        """Makes the optimizers that are built inside the context create slots on the owners."""
+        return compat.place_slots(self.place)
+
+    def check_optimizer(self, create_opt: Hook, optimizer: Optimizer) -> None:
+        """Rejects an optimizer whose state cannot be divided.
+
+        Args:
+            create_opt: the hook that created the optimizer
+            optimizer: an optimizer that has created its variables
+
+        Raises:
+            SetupError: it updates variables in a way that does not depend on their owners.
+        """
+        reason = self._find_obstacle(optimizer)
+        if reason is not None:
+            name = getattr(optimizer, "name", None) or type(optimizer).__name__
+            raise create_opt.reject(
+                f"shard_optimizer cannot divide the state of the optimizer {name}, {reason}; "
+                "train with --no-shard-optimizer, or use another optimizer."
+            )
+
+    def _find_obstacle(self, optimizer: Optimizer) -> str | None:
+        """Returns why the state of an optimizer cannot be divided, a relative clause; or None."""
+        if not isinstance(optimizer, keras.Optimizer):
+            return "which is not one of Keras"
+        for inner in (optimizer, *getattr(optimizer, "optimizers", ())):
+            if inner.use_ema:
+                return "whose use_ema averages all weights on each device (use --ema instead)"
+            if inner.gradient_accumulation_steps:
+                return (
+                    "whose gradient_accumulation_steps keep all gradients on each device (use "
+                    "--accumulate-steps instead)"
+                )
+        for variable in map(unwrap, optimizer.variables):
+            if variable.shape.rank > 0 and id(variable) not in self._slots:
+                return (
+                    f"whose variable {name_variable(variable)} is not created by "
+                    "add_variable_from_reference, so that no weight is known to which it belongs"
+                )
+        return None
+
+    def check_graph(self, create_opt: Hook, device: int, graph: compat.FunctionGraph) -> None:
+        """Rejects an update that changes slots which another device owns.
+
+        Args:
+            create_opt: the hook that created the optimizers
+            device: the index of the device whose update was traced
+            graph: the graph of the update
+        """
+        owners = {id(slot.variable.handle): slot for slot in self._slots.values()}
+        for handle in compat.find_written_resources(graph):
+            slot = owners.get(id(handle))
+            if slot is not None and slot.owner != device:
+                raise create_opt.reject(
+                    "shard_optimizer cannot divide the state of an optimizer that updates "
+                    f"{name_variable(slot.variable)} outside of update_step; train with "
+                    "--no-shard-optimizer, or use another optimizer."
+                )
+
+    def copy_from_owners(self, variables: Collection[Variable]) -> None:
+        """Copies the values of variables from their owners to all other devices of this process."""
+        for variable in variables:
+            owner = self.find_owner(variable)
+            if owner is None:
+                continue
+            components = self._strategy.experimental_local_results(unwrap(variable))
+            with tf.device(components[owner].device):
+                value = components[owner].read_value()
+            for index, component in enumerate(components):
+                if index != owner:
+                    with tf.device(component.device):
+                        component.assign(value)
