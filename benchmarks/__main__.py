@@ -34,6 +34,7 @@ SECTIONS: list[tuple[int, list[str]]] = [
     (4, ["cnn/50"]),
     (1, ["memory"]),
     *((devices, ["logical"]) for devices in (1, 2, 4)),
+    (4, ["shards"]),
 ]
 MIXED = ["mlp/50/mixed_float16", "cnn/50/mixed_float16", "transformer/50/mixed_float16"]
 OWN_PROCESS = "start"

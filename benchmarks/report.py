@@ -26,12 +26,14 @@ SAVING = "engine, saving"
 # Only measured in sections of their own, in which all peers are deterministic.
 LOGICAL = "engine, logical replicas"
 MICRO_BATCHES = "engine, micro-batches"
+# Only measured in a section of its own.
+SHARDS = "engine, shards"
 FLOOR = "floor"
 INPUT = "input alone"
 IN_GRAPH = "textbook loop in the graph"
 EVALUATE = "Keras evaluate"
 EVALUATE_MANY = "Keras evaluate, many steps"
-OURS = ("engine", COMPILED, UNCOMPILED, SAVING, LOGICAL, MICRO_BATCHES)
+OURS = ("engine", COMPILED, UNCOMPILED, SAVING, LOGICAL, MICRO_BATCHES, SHARDS)
 # A process that only imports TensorFlow and Keras, which is a part of the time of a first step.
 IMPORTS = "imports alone"
 PARTS = (FLOOR, INPUT, IMPORTS)  # each is only a part of training
@@ -45,6 +47,7 @@ COLUMNS = {
     "saving": (SAVING,),
     "4 logical": (LOGICAL,),
     "4 micro": (MICRO_BATCHES,),
+    "shards": (SHARDS,),
     "Keras": (FIT, EVALUATE),
     "many steps": (MANY, EVALUATE_MANY),
     "textbook loop": (TEXTBOOK,),
@@ -154,6 +157,10 @@ GOALS = [
     Goal(("checkpoints of cnn", 1, 50), (SAVING,), ENGINE, 1.06, at_most=True),
     Goal(("cnn, exact", 4, 50), (LOGICAL,), ENGINE, 1.25, at_most=True),
     Goal(("cnn, exact", 1, 50), (LOGICAL,), (MICRO_BATCHES,), 1.1, at_most=True),
+    *(
+        Goal((f"{name}, Adam", 4, 50), (SHARDS,), ENGINE, 1.1, at_most=True)
+        for name in ("mlp", "transformer")
+    ),
     Goal(("evaluation of mlp", 1, 0), (EVALUATE,), ENGINE, 4.5),
     Goal(("evaluation of cnn", 1, 0), (EVALUATE,), ENGINE, 1.9),
 ]

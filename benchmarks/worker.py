@@ -1,9 +1,9 @@
 """Measures sections of the benchmark in one process, whose number of devices is fixed.
 
 ``python -m benchmarks.worker DEVICE DEVICES ROUNDS FILE SECTION...`` writes a line of JSON for each
-result. A section is ``evaluation``, ``checkpoints``, ``memory``, ``logical``, or a workload with
-the number of steps between two reads of the loss, such as ``mlp/50``. On a GPU, a dtype policy can
-be added: ``mlp/50/mixed_float16``.
+result. A section is ``evaluation``, ``checkpoints``, ``memory``, ``logical``, ``shards``, or a
+workload with the number of steps between two reads of the loss, such as ``mlp/50``. On a GPU, a
+dtype policy can be added: ``mlp/50/mixed_float16``.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from benchmarks.report import (
     MANY,
     MICRO_BATCHES,
     SAVING,
+    SHARDS,
     TEXTBOOK,
     UNCOMPILED,
     Memory,
@@ -227,6 +228,19 @@ def logical(rounds: int, devices: int, *workloads: Workload) -> Iterator[Timing]
         yield from _rounds(Title(title, devices, 50), paces, rounds, work.tolerance)
 
 
+def shards(rounds: int, devices: int, *workloads: Workload) -> Iterator[Timing]:
+    """Times the engine with the state of Adam divided among the devices, and without."""
+    for work in workloads:
+        work = dataclasses.replace(work.on(devices), create_opt=keras.optimizers.Adam)
+        divided = functools.partial(engine, shard_optimizer=True)
+        loops: dict[str, Callable[..., None]] = {"engine": engine, SHARDS: divided}
+        paces = {
+            name: Pace(functools.partial(loop, work, _strategy(devices), 50), work.segment)
+            for name, loop in loops.items()
+        }
+        yield from _rounds(Title(f"{work.name}, Adam", devices, 50), paces, rounds, work.tolerance)
+
+
 def memory(warm: int = 2000, steps_between: int = 20_000) -> Memory:
     """Measures this process's memory while the engine trains the MLP and saves every 100 steps."""
     work = WORKLOADS["mlp"]()
@@ -264,6 +278,7 @@ def main(device: str, devices: int, rounds: int, file: Path, sections: list[str]
         "checkpoints": lambda: checkpoints(rounds, find("cnn")),
         "memory": lambda: [memory()],
         "logical": lambda: logical(rounds, devices, find("mlp"), find("cnn")),
+        "shards": lambda: shards(rounds, devices, find("mlp"), find("transformer")),
     }
     with file.open("a", encoding="utf-8") as out:
         for section in sections:

@@ -11,6 +11,7 @@ from ctl_core.checkpoint.record import Record, find_best_step
 from ctl_core.cluster.strategy import read_peak_memory
 from ctl_core.model.averages import has_own_statistics
 from ctl_core.model.components import Combination
+from ctl_core.model.shards import count_bytes
 from ctl_core.model.state import State
 from ctl_core.numerics.variables import count_elements, name_variable, unwrap
 from ctl_core.run.console import format_evaluation
@@ -64,7 +65,7 @@ def _describe_devices(state: State) -> str:
     """Returns a phrase such as ``1 replica on GPU, in bfloat16, compiled by XLA``."""
     replicas = state.components.shape.replicas
     devices = state.strategy.extended.worker_devices
-    kinds = sorted({device.split("device:")[-1].split(":")[0] for device in devices})
+    kinds = sorted({_shorten_device(device).split(":")[0] for device in devices})
     text = f"{replicas} {'replica' if replicas == 1 else 'replicas'} on {', '.join(kinds)}"
     if state.computed_in:
         text += f", in {' and '.join(state.computed_in)}"
@@ -72,6 +73,43 @@ def _describe_devices(state: State) -> str:
     if "GPU" in kinds or state.compilation.is_compiled:
         text += f", {state.compilation}"
     return text
+
+
+def describe_memory(state: State) -> str:
+    """Returns a line with the memory that variables take on each device of this process.
+
+    With ``shard_optimizer``, devices have different parts of the state of the optimizer. Then the
+    line says how much the device with the least has, and the device with the most.
+    """
+    kinds = {"create_model": "weights", "create_opt": "optimizer", "ema": "averages"}
+    devices = [*map(_shorten_device, state.strategy.extended.worker_devices)]
+    sizes = {hook: dict.fromkeys(devices, 0) for hook in kinds}
+    for name, variable in state.recording.variables.items():
+        hook = name.split("/")[0]
+        if hook in kinds:
+            for component in state.strategy.experimental_local_results(variable):
+                sizes[hook][_shorten_device(component.device)] += count_bytes(component)
+    phrases = [
+        f"{kind} {_describe_sizes(list(sizes[hook].values()))}"
+        for hook, kind in kinds.items()
+        if any(sizes[hook].values())
+    ]
+    return f"variables on each device: {', '.join(phrases)}."
+
+
+def _shorten_device(device: str) -> str:
+    """Returns the kind and the number of a device, such as ``GPU:0``, from its full name."""
+    return device.split("device:")[-1]
+
+
+def _describe_sizes(sizes: list[int]) -> str:
+    """Returns a phrase such as ``76.3 MiB``, or ``19.1 to 19.4 MiB`` if the sizes differ.
+
+    Args:
+        sizes: numbers of bytes
+    """
+    least, most = (f"{size / 2**20:,.1f}" for size in (min(sizes), max(sizes)))
+    return f"{most} MiB" if least == most else f"{least} to {most} MiB"
 
 
 def describe_free_order(state: State) -> str:

@@ -3,11 +3,12 @@
 The other names of ``ctl_core/compat`` are covered by tests that train: see ``make test-compat``.
 """
 
+import contextlib
 import functools
 import gc
 import tomllib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -245,6 +246,28 @@ def test_groups_of_optimizers_take_some_of_their_variables() -> None:
     with compat.update_device(tf.distribute.get_strategy(), 0, None, lambda _: True):
         optimizer.apply([tf.constant(1.0)], variables[1:])
     assert [float(variable) for variable in variables] == [3.0, 1.0]
+
+
+def test_slots_are_created_inside_a_context_of_their_variable() -> None:
+    variable = keras.Variable([3.0], name="kernel")
+    slots: list[tuple[Any, str]] = []
+
+    @contextlib.contextmanager
+    def note(reference: Any) -> Iterator[None]:
+        def create(make: Any, **values: Any) -> tf.Variable:
+            slots.append((reference, values["name"]))
+            return make(**values)
+
+        with tf.variable_creator_scope(create):
+            yield
+
+    with compat.place_slots(note):
+        optimizer = keras.optimizers.Adam()
+        optimizer.build([variable])
+    (first, momentum), (second, velocity) = slots
+    assert first is second is variable
+    assert ("momentum" in momentum, "velocity" in velocity) == (True, True)
+    assert len(optimizer.variables) == 4  # the iterations and the learning rate have no context
 
 
 def test_managers() -> None:

@@ -14,6 +14,7 @@ from ctl_core import schedule
 from ctl_core.data import fold_of, index_shuffle, split_of
 from ctl_core.hooks.defaults import explain_different_rows
 from ctl_core.input.batches import BatchShape, find_start, take_share
+from ctl_core.model.shards import choose_owners
 from ctl_core.run.errors import SetupError
 from ctl_core.run.layers import load_config, merge_hparams, write_config
 from ctl_core.run.settings import Config
@@ -103,6 +104,21 @@ def test_suggested_count_reads_the_tensor_with_a_row_for_each_example() -> None:
         assert f"def count_examples(batch): return tf.shape({path})[0]" in explanation
         assert int(tf.shape(eval(path))[0]) == 4
     assert "def " not in explain_different_rows((nodes, nodes), 4)
+
+
+# ---- Shards -------------------------------------------------------------------------------------
+
+
+@many
+@given(st.lists(st.integers(0, 10**9), max_size=30), counts)
+def test_shards_are_as_even_as_whole_variables_allow(sizes: list[int], devices: int) -> None:
+    """Two devices differ by no more than the largest variable."""
+    owners = choose_owners(sizes, devices)
+    loads = [0] * devices
+    for size, owner in zip(sizes, owners, strict=True):
+        loads[owner] += size
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+    assert choose_owners(sizes, devices) == owners
 
 
 # ---- Shuffles and splits -----------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ctl_core.run.settings import PERIODS, SETTINGS, Config
 # the value in Python, if the two differ.
 VALUES: dict[str, Any] = {
     "steps": 30, "epochs": 3, "overfit_batches": 1, "batch_size": 8, "accumulate_steps": 2,
-    "logical_replicas": 4, "intra_op_threads": 2,
+    "logical_replicas": 4, "shard_optimizer": True, "intra_op_threads": 2,
     "last_batch": "keep", "precision": "bfloat16", "jit_compile": True, "on_nan": "stop",
     "detect_anomaly": True, "learning_rate": ("1e-1", 0.1), "lr_schedule": "cosine", "warmup": 5,
     "ema": (".9", 0.9), "seed": 2**32 - 1, "run_name": "2024-01-05b", "fork": "b/c@best",

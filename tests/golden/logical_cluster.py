@@ -205,11 +205,15 @@ def leave_for(runs: Path, start: str, next_start: str, name: str) -> Callable[[b
 
 
 def main(folder: Path, start: str, next_start: str, *words: str) -> None:
-    """Trains programs. ``words`` are DEVICES, KILLED, STEPS and the names of programs."""
+    """Trains programs. ``words`` are DEVICES, KILLED, STEPS and the names of programs.
+
+    If a process has several devices, they divide the state of the optimizer.
+    """
     devices, killed, steps = map(int, words[:3])
+    settings = {"virtual_devices": devices, "shard_optimizer": devices > 1}
     for name in words[3:]:
         at_step = {killed: leave_for(folder, start, next_start, name)}
-        train_program(folder, start, name, at_step, steps=steps, virtual_devices=devices)
+        train_program(folder, start, name, at_step, steps=steps, **settings)
 
 
 if __name__ == "__main__":

@@ -262,7 +262,8 @@ def test_features_end_with_the_same_bits_killed_and_on_other_devices(
         engine.leave_as_killed(tmp_path / "three", tmp_path / "killed")
 
     hooks.at_step = {8: kill}
-    assert_equal(train(hooks, tmp_path, "three", virtual_devices=3, **settings), expected)
+    shards = {"virtual_devices": 3, "shard_optimizer": True}
+    assert_equal(train(hooks, tmp_path, "three", **shards, **settings), expected)
     del hooks.at_step
     resumed = train(hooks, tmp_path, "killed", virtual_devices=2, **settings)
     assert "resuming at step 6" in (tmp_path / "killed" / "train.log").read_text()
@@ -302,7 +303,8 @@ def test_programs_have_the_weights_of_their_plain_loops_and_the_same_bits(
                 train(program.hooks(), tmp_path, "run", virtual_devices=devices, **settings)
         return
     expected = train(program.hooks(), tmp_path, "one", **settings)
-    state = train(program.hooks(), tmp_path, "two", virtual_devices=2, **settings)
+    shards = {"virtual_devices": 2, "shard_optimizer": True}
+    state = train(program.hooks(), tmp_path, "two", **shards, **settings)
     assert_equal(state, expected, more_than=3)
     program.assert_plain(program.weights(state), state.metrics)
 

@@ -10,8 +10,10 @@ class Optimizer:
     _learning_rate: Any
     built: bool
     global_clipnorm: float | None
+    gradient_accumulation_steps: int | None
     learning_rate: Any
     name: str
+    use_ema: bool
     @property
     def iterations(self) -> Variable: ...
     @property
