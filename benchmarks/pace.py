@@ -71,10 +71,14 @@ class Pace:
         return self._seconds
 
     def end(self) -> None:
-        """Ends the loop. If the thread takes longer to end, this does not wait for it."""
+        """Ends the loop, and waits until it has ended.
+
+        Otherwise, the next loop would begin while this one ends. Then its weights may be others,
+        because both change the same global settings.
+        """
         self._over = True
         self._go.release()
-        self._thread.join(0.3)
+        self._thread.join(60)
 
     def _train(self) -> None:
         try:
