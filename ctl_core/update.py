@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -31,8 +31,7 @@ from ctl_core.model.forward import call_made, fix_shape
 from ctl_core.model.generator_states import BETWEEN_STEPS, UPDATE, choose_generators
 from ctl_core.model.leaves import LeafVariables, Sums
 from ctl_core.model.replicas import Replicas
-from ctl_core.model.shards import Shards
-from ctl_core.model.shared_functions import SharedFunction
+from ctl_core.model.shared_functions import Shareable
 from ctl_core.numerics import reduction
 from ctl_core.numerics.not_finite import are_finite, are_losses_finite, are_numbers
 from ctl_core.numerics.randomness import draws_random_numbers
@@ -50,9 +49,6 @@ from ctl_core.types import (
     Variable,
     VariablesByObjective,
 )
-
-# Why a stage of an update is traced for each device.
-_OF_OWNER = "each device updates the variables that it owns"
 
 # The names of values that an update returns only if they are needed.
 _RETURNED = frozenset({"gradients", "update_gradients", "display_gradients"})
@@ -172,6 +168,9 @@ def make_update(
     random numbers without XLA. If an update draws none, and XLA cannot compile it, for example
     because it writes a summary, it is not compiled. That of logical replicas never is.
 
+    With shards, the update has three stages, which are compiled separately. Between the stages, the
+    owners of the variables send the new values to all other devices.
+
     Args:
         context: the context of the step, or of a turn within it
         replicas: the replicas that make the update
@@ -192,111 +191,136 @@ def make_update(
     returned = returned & _RETURNED
     define = partial(Update, context, sums.layout, sums.written, returned)
     key = ("update", context.turn, returned, sums.layout.signature)
-    obstacle = "that of logical replicas never is"
-    is_logical = context.components.shape.logical_replicas is not None
-    if context.compilation is Compilation.REPLICA and not is_logical:
-        share = partial(replicas.share, compiled=True, check=partial(_check_compilable, context))
-        executable = define(is_executable=True)
-        try:
-            return _call_update(replicas, executable, share, (*key, "compiled"), inputs)
-        except NotCompilable as error:
-            obstacle = str(error)
-        except HookFailed as error:
-            if not isinstance(error.__cause__, NotCompilable):
-                raise
-            obstacle = str(error)
-    update = define(is_executable=context.compilation is Compilation.STEP)
-    # The update of logical replicas is always a function, so that it is rounded in the same way on
-    # any number of devices.
-    share = partial(replicas.share, inlined=not is_logical)
-    with refuse_random_ops(context, obstacle):
-        return _call_update(replicas, update, share, key, inputs)
-
-
-# The method ``Replicas.share``, with some options of an update.
-Share: TypeAlias = Callable[..., SharedFunction]
-
-
-def _call_update(
-    replicas: Replicas, update: Update, share: Share, key: tuple[Hashable, ...], inputs: PerReplica
-) -> UpdateResult:
-    """Makes an update on all devices of this process.
-
-    Args:
-        replicas: the replicas that make the update
-        update: the update
-        share: returns a function that all devices share, if that is possible
-        key: identifies the update among those of the run
-        inputs: the ``UpdateInputs`` of each replica
-    """
-    if update.shards is not None:
-        return _call_in_shards(replicas, update, update.shards, partial(_share, share, key), inputs)
-    function = share(key, update.make)
-
-    def run() -> UpdateResult:
-        result: UpdateResult
-        if not function.is_inlined:
-            result = replicas.call(function, inputs)[0]
-            return result
-        # If hooks use an object that exists once, each of them runs on all devices before the next.
-        step = replicas.step
-        prepared = replicas.run(partial(update.prepare, step), inputs)
-        replicas.run(partial(update.apply, step), prepared)
-        result = replicas.run(partial(update.finish, step), inputs, prepared)
+    calls = UpdateCalls(context, replicas, define, key)
+    shards = context.components.shards
+    result: UpdateResult
+    if shards is None:
+        result = calls.call(Update.make, inputs)
         return result
-
-    result: UpdateResult = function.run_again_if_not_shareable(run)
+    of_owner = "each device updates the variables that it owns"
+    prepared = calls.call(Update.prepare, inputs, inlined=False)
+    calls.call(Update.apply, prepared, inlined=False, obstacle=of_owner)
+    shards.copy_from_owners(itertools.chain(*sums.layout.variables.values()))
+    if context.components.update_average is None:
+        of_owner = ""  # all devices do the same again
+    result = calls.call(Update.finish, inputs, prepared, inlined=False, obstacle=of_owner)
     return result
 
 
-def _share(
-    share: Share, key: tuple[Hashable, ...], stage: Callable[..., Any], obstacle: str = ""
-) -> SharedFunction:
-    """Returns a stage of an update, which is always a function of its own.
+class UpdateCalls:
+    """Calls an update, or one of its stages, on all devices of this process."""
 
-    Args:
-        share: returns a function that all devices share, if that is possible
-        key: identifies the update among those of the run
-        stage: the method of ``Update``
-        obstacle: why the function cannot be shared; "" if nothing is known to prevent it
-    """
+    def __init__(
+        self,
+        context: StepContext,
+        replicas: Replicas,
+        define: Callable[..., Update],
+        key: tuple[Hashable, ...],
+    ) -> None:
+        """Prepares the calls.
+
+        Args:
+            context: the context of the step, or of a turn within it
+            replicas: the replicas that make the update
+            define: returns the update, given whether XLA compiles it
+            key: identifies the update among those of the run
+        """
+        self._context = context
+        self._replicas = replicas
+        self._define = define
+        self._key = key
+        self._is_logical = context.components.shape.logical_replicas is not None
+
+    def call(
+        self,
+        stage: Callable[..., Structure],
+        *values: PerReplica,
+        inlined: bool = True,
+        obstacle: str = "",
+    ) -> PerReplica:
+        """Calls a method of ``Update``; in a compiled run, as an executable if that is possible.
+
+        Args:
+            stage: the method
+            values: its arguments after the number of the step
+            inlined: see ``SharedFunction``
+            obstacle: why the devices cannot share one function; "" if nothing is known
+        """
+        is_compiled = self._context.compilation is Compilation.REPLICA and not self._is_logical
+        reason = "that of logical replicas never is"
+        if is_compiled:
+            try:
+                return self._call_compiled(stage, values, obstacle)
+            except NotCompilable as error:
+                reason = str(error)
+            except HookFailed as error:
+                if not isinstance(error.__cause__, NotCompilable):
+                    raise
+                reason = str(error)
+        with refuse_random_ops(self._context, reason):
+            return self._call_uncompiled(stage, values, inlined, obstacle)
+
+    def _call_compiled(
+        self, stage: Callable[..., Structure], values: tuple[PerReplica, ...], obstacle: str
+    ) -> PerReplica:
+        """Calls a method as an XLA executable; see ``call`` for the arguments."""
+        function = self._replicas.share(
+            (*self._key, stage.__name__, "compiled"),
+            add_no_facts(stage, self._define(is_executable=True)),
+            compiled=True,
+            check=partial(_check_compilable, self._context),
+        )
+        function.obstacle = function.obstacle or obstacle
+        call = partial(self._replicas.call, function, *values)
+        return function.run_again_if_not_shareable(call)[0]
+
+    def _call_uncompiled(
+        self,
+        stage: Callable[..., Structure],
+        values: tuple[PerReplica, ...],
+        inlined: bool,
+        obstacle: str,
+    ) -> PerReplica:
+        """Calls a method without compiling it; see ``call`` for the arguments."""
+        update = self._define(is_executable=self._context.compilation is Compilation.STEP)
+        # The update of logical replicas is always a function, so that it is rounded in the same way
+        # on any number of devices.
+        function = self._replicas.share(
+            (*self._key, stage.__name__),
+            add_no_facts(stage, update),
+            inlined=inlined and not self._is_logical,
+        )
+        function.obstacle = function.obstacle or obstacle
+
+        def run() -> PerReplica:
+            if function.is_inlined:
+                return self._make_in_stages(update, *values)
+            return self._replicas.call(function, *values)[0]
+
+        return function.run_again_if_not_shareable(run)
+
+    def _make_in_stages(self, update: Update, inputs: PerReplica) -> PerReplica:
+        """Makes an update whose devices do not share a function.
+
+        If hooks use an object that exists once, each of them runs on all devices before the next.
+
+        Args:
+            update: the update
+            inputs: the ``UpdateInputs`` of each replica
+        """
+        step = self._replicas.step
+        prepared = self._replicas.run(partial(update.prepare, step), inputs)
+        self._replicas.run(partial(update.apply, step), prepared)
+        return self._replicas.run(partial(update.finish, step), inputs, prepared)
+
+
+def add_no_facts(stage: Callable[..., Structure], update: Update) -> Shareable:
+    """Returns a method of an update in the form of a shared function, which also returns facts."""
 
     def compute(*values: Structure) -> tuple[Structure, None]:
-        return stage(*values), None
+        return stage(update, *values), None
 
-    function = share((*key, stage.__name__), compute, inlined=False)
-    function.obstacle = function.obstacle or obstacle
-    return function
-
-
-def _call_in_shards(
-    replicas: Replicas,
-    update: Update,
-    shards: Shards,
-    share: Share,
-    inputs: PerReplica,
-) -> UpdateResult:
-    """Makes an update in which each variable is updated by its owner, and then copied.
-
-    ``update_pre`` and ``update_post`` run on all devices, as without shards.
-
-    Args:
-        replicas: the replicas that make the update
-        update: the update
-        shards: the owners of the variables
-        share: returns a stage of the update as a function
-        inputs: the ``UpdateInputs`` of each replica
-    """
-
-    def call(function: SharedFunction, *values: PerReplica) -> PerReplica:
-        return function.run_again_if_not_shareable(partial(replicas.call, function, *values))[0]
-
-    prepared = call(share(update.prepare), inputs)
-    call(share(update.apply, _OF_OWNER), prepared)
-    shards.copy_from_owners(update.variables)
-    obstacle = _OF_OWNER if update.has_averages else ""
-    result: UpdateResult = call(share(update.finish, obstacle), inputs, prepared)
-    return result
+    return compute
 
 
 def _check_compilable(context: StepContext, graph: tf.Graph) -> None:
@@ -338,21 +362,11 @@ class Update:
         """The variables that optimizers update, each at least once."""
         return list(itertools.chain(*self._layout.variables.values()))
 
-    @property
-    def shards(self) -> Shards | None:
-        """The owners of the variables; None if each device updates all variables."""
-        return self._context.components.shards
-
-    @property
-    def has_averages(self) -> bool:
-        """Whether the update also updates the moving average of the weights."""
-        return self._context.components.update_average is not None
-
-    def make(self, step: tf.Tensor, inputs: UpdateInputs) -> tuple[UpdateResult, None]:
+    def make(self, step: tf.Tensor, inputs: UpdateInputs) -> UpdateResult:
         """Makes the update in the step with the given number."""
         prepared = self.prepare(step, inputs)
         self.apply(step, prepared)
-        return self.finish(step, inputs, prepared), None
+        return self.finish(step, inputs, prepared)
 
     def prepare(self, step: tf.Tensor, inputs: UpdateInputs) -> PreparedUpdate:
         """Does everything up to the call of ``update_pre``; see ``make`` for the arguments."""
@@ -392,10 +406,11 @@ class Update:
         apply = partial(apply_updates, context, self._layout.variables, prepared.updates)
         with enter_update(context) as device:
             run_if_finite(prepared.is_finite, apply)
-            if self.shards is not None:
+            shards = context.components.shards
+            if shards is not None:
                 graph = tf.compat.v1.get_default_graph()
                 assert isinstance(graph, compat.FunctionGraph)
-                self.shards.check_graph(context.hooks.create_opt, device, graph)
+                shards.check_graph(context.hooks.create_opt, device, graph)
 
     def finish(
         self, step: tf.Tensor, inputs: UpdateInputs, prepared: PreparedUpdate

@@ -108,8 +108,9 @@ def _describe_sizes(sizes: list[int]) -> str:
     Args:
         sizes: numbers of bytes
     """
-    least, most = (f"{size / 2**20:,.1f}" for size in (min(sizes), max(sizes)))
-    return f"{most} MiB" if least == most else f"{least} to {most} MiB"
+    unit, divisor = ("MiB", 2**20) if max(sizes) >= 2**20 else ("KiB", 2**10)
+    least, most = (f"{size / divisor:,.1f}" for size in (min(sizes), max(sizes)))
+    return f"{most} {unit}" if least == most else f"{least} to {most} {unit}"
 
 
 def describe_free_order(state: State) -> str:

@@ -57,7 +57,8 @@ def test_each_device_has_only_its_part_of_the_state(
         sizes[slot.device] = sizes.get(slot.device, 0) + slot.shape.num_elements()
     # The kernels have 40 and 8 elements, the biases 8 and 1.
     assert sorted(sizes.values()) == {2: [3 * 17, 3 * 40], 3: [3 * 8, 3 * 9, 3 * 40]}[devices]
-    assert "variables on each device: weights 0.0 MiB, optimizer 0.0" in capsys.readouterr().out
+    line = "variables on each device: weights 0.2 KiB, optimizer 0.1 to 0.3 KiB, averages "
+    assert line in capsys.readouterr().out
 
 
 # These optimizers cannot be divided: Adafactor does not say to which weight its state belongs.
@@ -148,6 +149,40 @@ def test_what_cannot_be_divided_is_refused(
 ) -> None:
     with pytest.raises(ctl_core.SetupError, match=message):
         train(small.hooks(**replaced), **small.settings(3, **SHARDS))
+
+
+class Counting(keras.Model):
+    """Counts the calls of ``update_pre``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = small.create_model()
+        self.count = self.add_weight(name="count", trainable=False, initializer="zeros")
+
+    def call(self, inputs: Any) -> Any:
+        return self.model(inputs)
+
+
+def count(gradients: Any, train_model: Any) -> Any:
+    train_model.count.assign_add(1)
+    return gradients, gradients
+
+
+def summarize(train_model: Any) -> None:
+    """Writes a summary, which XLA cannot compile."""
+    tf.summary.scalar("calls", train_model.count)
+
+
+def test_a_stage_that_cannot_be_compiled_runs_once(train: engine.Train) -> None:
+    """In a compiled run, only ``update_post`` is not compiled here."""
+    hooks = small.hooks(
+        create_model=Counting, create_opt=create_adam, update_pre=count, update_post=summarize
+    )
+    settings = small.settings(4, virtual_devices=2, jit_compile=True)
+    expected = train(hooks, run_name="whole", **settings)
+    state = train(hooks, run_name="shards", shard_optimizer=True, **settings)
+    assert state.train_model.count.numpy() == 4
+    compare.assert_close(state.train_model.weights, expected.train_model.weights)
 
 
 def test_a_single_device_has_the_whole_state(
