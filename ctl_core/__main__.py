@@ -60,7 +60,7 @@ try:
     from ctl_core.hooks.project_modules import ProjectModules
     from ctl_core.hooks.reference import find_spec, format_hook, format_table
     from ctl_core.run.files import choose_run_name, relative_path
-    from ctl_core.run.output import keep_outputs
+    from ctl_core.run.output import keep_outputs, silence_stderr
     from ctl_core.run.settings import Config
 except ModuleNotFoundError as error:
     print(
@@ -377,15 +377,10 @@ def _import_libraries(debug: bool) -> None:
     if "tensorflow" in sys.modules:
         return
     gc.disable()
-    stderr = os.dup(2)
-    if not debug:
-        with open(os.devnull, "w") as devnull:
-            os.dup2(devnull.fileno(), 2)
     try:
-        importlib.import_module("keras")
+        with silence_stderr(not debug):
+            importlib.import_module("keras")
     finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
         gc.enable()
     gc.freeze()
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -85,6 +85,7 @@ class LoadedModel:
         function: the graph function from a request to the output
         run_batch: computes the output for a batch of ``create_eval_dataset``; a graph function
         state: the state of the run, with the variables that the functions use
+        inference: computes the output in a graph that is being traced
     """
 
     model: UserObject
@@ -96,6 +97,7 @@ class LoadedModel:
     function: GraphFunction
     run_batch: GraphFunction
     state: State
+    inference: "Inference"
 
     def __call__(self, inputs: Structure) -> ModelOutput:
         """Returns the model's output for any number of examples, as ``output_spec`` describes it.
@@ -242,6 +244,7 @@ def create_inference(state: State) -> LoadedModel:
         function=traced,
         run_batch=tf.function(inference.run_batch, autograph=False, reduce_retracing=True),
         state=state,
+        inference=inference,
     )
 
 
@@ -273,12 +276,19 @@ class Inference:
         """
         if self._signature:
             return tf.nest.map_structure(set_rows, self._signature[0]), self.run_request
+        used = self.find_used_entries()
+        return used.spec, used.function
+
+    def find_batch_spec(self) -> BatchSpec:
+        """Returns the specification of a batch for evaluation; without one, of a training batch."""
         batch_spec = self._state.data.share_spec
         if self._state.evaluation is not None and self._state.evaluation.sets:
             batch_spec = next(iter(self._state.evaluation.sets.values())).spec
-        batch_spec = tf.nest.map_structure(set_rows, batch_spec)
-        used_spec, answer = cut_to_used_entries(self.run_batch, batch_spec)
-        return tf.nest.map_structure(set_rows, used_spec), answer
+        return tf.nest.map_structure(set_rows, batch_spec)
+
+    def find_used_entries(self) -> "UsedEntries":
+        """Finds the entries of a batch that the output depends on."""
+        return cut_to_used_entries(self.run_batch, self.find_batch_spec())
 
     def run_request(self, request: Structure) -> ModelOutput:
         """Returns the output for a request; the hook ``serve`` turns it into the model's input."""
@@ -289,33 +299,61 @@ class Inference:
     def run_batch(self, batch: Batch) -> ModelOutput:
         """Returns the output for a batch of ``create_eval_dataset``."""
         with run_layers(training=False):
-            return self._run_model(self._read_batch(batch))
+            return self._run_model(self.read_batch(batch))
 
-    def _read_batch(self, batch: Batch) -> ModelInput:
+    @property
+    def serves_other_requests(self) -> bool:
+        """True if ``serve`` has an ``input_signature``, so that requests differ from batches."""
+        return bool(self._signature)
+
+    @property
+    def batch_hook(self) -> Hook:
+        """The hook that turns a batch into the model's input: ``input_pre``, or ``serve``."""
         if self._serve is None or self._signature:
+            return self._state.hooks.input_pre
+        return self._serve
+
+    def read_batch(self, batch: Batch) -> ModelInput:
+        """Returns the model's input for a batch of ``create_eval_dataset``."""
+        if self.batch_hook is not self._serve:
             values = self._context.hook_values()
-            return self._state.hooks.input_pre.trace(batch=batch, training=False, **values)
+            return self.batch_hook.trace(batch=batch, training=False, **values)
         request = batch[0] if isinstance(batch, tuple) else batch
-        return self._serve.trace(inputs=request)
+        return self.batch_hook.trace(inputs=request)
+
+    def run_input(self, model_input: ModelInput) -> ModelOutput:
+        """Returns the output for an input of the model itself."""
+        with run_layers(training=False):
+            return self._run_model(model_input)
 
     def _run_model(self, model_input: ModelInput) -> ModelOutput:
         output = call_made(self._hook, call_model, self._model, model_input, False)
         return split_constants(cast_to_float32(output))
 
 
+class UsedEntries(NamedTuple):
+    """The entries of a batch that the output of a function depends on.
+
+    Attributes:
+        spec: the specification of these entries, with any number of rows. It is a part of the dict
+            or tuple that a batch is; if only one entry of a tuple is used, it is that entry itself
+        function: computes the output from these entries
+        select: returns these entries of a batch
+    """
+
+    spec: BatchSpec
+    function: Callable[[Structure], ModelOutput]
+    select: Callable[[Batch], Structure]
+
+
 def cut_to_used_entries(
     function: Callable[[Batch], ModelOutput], batch_spec: BatchSpec
-) -> tuple[BatchSpec, Callable[[Structure], ModelOutput]]:
+) -> UsedEntries:
     """Finds the entries of a batch that the output of a function depends on.
 
     Args:
         function: computes the output from a batch
         batch_spec: the specification of a batch
-
-    Returns:
-        The specification of the used entries, and a function that computes the same output from
-        these entries. The specification is a part of the dict or tuple ``batch_spec``; if only one
-        entry of a tuple is used, it is that entry itself.
     """
     with make_scratch_graph("serving").as_default():
         batch = make_placeholders(batch_spec)
@@ -325,10 +363,19 @@ def cut_to_used_entries(
         any(tensor.op.name in needed for tensor in tf.nest.flatten(entry, expand_composites=True))
         for entry in tf.nest.flatten(batch)
     ]
-    specs = zip(tf.nest.flatten(batch_spec), is_used, strict=True)
-    used_specs = [spec if used else None for spec, used in specs]
-    used_spec = _without_nones(tf.nest.pack_sequence_as(batch_spec, used_specs))
-    return used_spec, functools.partial(_call_with_used_entries, function, batch_spec, is_used)
+    used_spec = _select_used_entries(batch_spec, is_used, batch_spec)
+    return UsedEntries(
+        tf.nest.map_structure(set_rows, used_spec),
+        functools.partial(_call_with_used_entries, function, batch_spec, is_used),
+        functools.partial(_select_used_entries, batch_spec, is_used),
+    )
+
+
+def _select_used_entries(batch_spec: BatchSpec, is_used: Sequence[bool], batch: Batch) -> Structure:
+    """Returns the used entries of a batch, or of its specification; see ``UsedEntries``."""
+    entries = zip(tf.nest.flatten(batch), is_used, strict=True)
+    selected = [entry if used else None for entry, used in entries]
+    return _without_nones(tf.nest.pack_sequence_as(batch_spec, selected))
 
 
 def _find_needed_ops(output: ModelOutput) -> set[str]:
@@ -568,6 +615,37 @@ def _find_project(run: Path, runs_dir: str, callbacks: str) -> Path:
     return Path(*run.parent.parts[:-depth])
 
 
+class NamedFunction(NamedTuple):
+    """A function whose inputs and outputs have names, as in the signature of a SavedModel.
+
+    Attributes:
+        spec: the specifications of the inputs by name
+        function: returns the outputs by name, given a dict of the inputs
+    """
+
+    spec: dict[str, AnyTensorSpec]
+    function: Callable[[dict[str, AnyTensor]], dict[str, tf.Tensor]]
+
+
+def name_entries(
+    function: Callable[[Structure], ModelOutput], input_spec: BatchSpec, rows: int | None = None
+) -> NamedFunction:
+    """Names the inputs and outputs of a function; the outputs have the names of ``predict``.
+
+    Args:
+        function: computes the output from a request
+        input_spec: the specification of a request
+        rows: the number of examples in each call; None allows any number
+    """
+    entries = list_input_names(input_spec)
+    spec_by_name = {name: set_rows(entry, rows, name) for name, entry in entries.items()}
+
+    def compute_by_name(inputs: dict[str, AnyTensor]) -> dict[str, tf.Tensor]:
+        return name_outputs(function(pack_inputs(input_spec, inputs)))
+
+    return NamedFunction(spec_by_name, compute_by_name)
+
+
 def save_model(model: LoadedModel, folder: Path) -> None:
     """Writes a SavedModel that can be served without this engine and without the hooks.
 
@@ -579,12 +657,8 @@ def save_model(model: LoadedModel, folder: Path) -> None:
         AssertionError: the model uses something that cannot be saved.
         OSError, tf.errors.OpError: the files cannot be written.
     """
-    entries = list_input_names(model.input_spec)
-    spec_by_name = {name: set_rows(entry, name=name) for name, entry in entries.items()}
-
-    @tf.function(autograph=False, input_signature=[spec_by_name])
-    def serve_by_name(inputs: dict[str, AnyTensor]) -> dict[str, tf.Tensor]:
-        return name_outputs(model.function(pack_inputs(model.input_spec, inputs)))
+    named = name_entries(model.function, model.input_spec)
+    serve_by_name = tf.function(named.function, autograph=False, input_signature=[named.spec])
 
     @tf.function(autograph=False, input_signature=[model.input_spec])
     def serve(inputs: Structure) -> ModelOutput:

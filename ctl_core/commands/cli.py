@@ -10,9 +10,9 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, ValidationError, create_model
+from pydantic import AfterValidator, Field, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from ctl_core.checkpoint.mirror import fetch_run
@@ -27,6 +27,7 @@ from ctl_core.commands.inherited import (
     find_training_origin,
     list_not_inherited,
 )
+from ctl_core.conversion.formats import DEFAULT_OPSET, HIGHEST_OPSET, LOWEST_OPSET, Format
 from ctl_core.hooks.callbacks_file import DEFAULT
 from ctl_core.run.errors import SetupError, format_name, make_line, quote, suggest
 from ctl_core.run.files import relative_path
@@ -62,6 +63,33 @@ OPTIONS: dict[str, Any] = {
         declare(None, "also write this component of each batch, such as label"),
     ),
     "output": (_File | None, declare(None, "where to write; null: in the run's folder")),
+    "format": (
+        list[Format],
+        declare(
+            ["saved_model"],
+            "saved_model, litert or onnx, or several of them, separated by commas",
+        ),
+    ),
+    "quantize": (
+        Literal["float16", "int8"] | None,
+        declare(None, "write a smaller LiteRT file (float16, int8)"),
+    ),
+    "tolerance": (
+        Annotated[float, Field(gt=0)] | None,
+        declare(
+            None,
+            "the largest relative difference of outputs and metrics; null: 0.0001, or any if the "
+            "file is quantized",
+        ),
+    ),
+    "opset": (
+        Annotated[int, Field(ge=LOWEST_OPSET, le=HIGHEST_OPSET)] | None,
+        declare(
+            None,
+            f"the version of ONNX's operators, {LOWEST_OPSET} to {HIGHEST_OPSET}; "
+            f"null: {DEFAULT_OPSET}",
+        ),
+    ),
     "hook": (str | None, declare(None, "the hook to explain; null: the list of all")),
     "stub": (bool, declare(False, "print callbacks.py with all hooks, to begin from")),
 }
@@ -102,8 +130,9 @@ COMMANDS = {
         (*_COMMON_SETTINGS, "eval_batch_size"),
     ),
     "export": Flags(
-        "export a run's model as a SavedModel, for TensorFlow Serving",
-        ("config", "checkpoint", "output"),
+        "export a run's model for TensorFlow Serving, LiteRT or ONNX",
+        ("config", "checkpoint", "format", "quantize", "tolerance", "opset", "output"),
+        (*_COMMON_SETTINGS, "eval_batch_size", "limit_eval"),
     ),
     "hooks": Flags(
         "list all hooks, explain one, or print their defaults as code",

@@ -12,6 +12,9 @@ from ctl_core import serving
 from ctl_core.checkpoint.checkpoints import Checkpoints
 from ctl_core.checkpoint.record import list_saved_steps
 from ctl_core.checkpoint.source import CheckpointName, Source
+from ctl_core.conversion.formats import SAVED_MODEL, check_packages
+from ctl_core.conversion.proof import Prover
+from ctl_core.conversion.write import ExportOptions, write_proven_file
 from ctl_core.model.state import State
 from ctl_core.read_only import open_run, restore_run
 from ctl_core.run.console import Console, format_values
@@ -335,36 +338,111 @@ def export(
     config: Config,
     checkpoint: CheckpointName = None,
     output: str | None = None,
-) -> Path:
-    """Writes the model of a checkpoint as a SavedModel.
+    format: Sequence[str] = (SAVED_MODEL,),
+    quantize: str | None = None,
+    tolerance: float | None = None,
+    opset: int | None = None,
+) -> list[Path]:
+    """Writes the model of a checkpoint in one or more formats.
+
+    Files of LiteRT and ONNX are loaded by their own runtime and compared with the checkpoint, see
+    ``conversion/proof.py``.
 
     Args:
         callbacks: the hooks
         config: settings that name the run
         checkpoint: a step, ``best`` or ``last``; default: the best one if kept, or the newest
         output: the folder for all versions of the model; default: runs/NAME/export
+        format: the formats, out of ``saved_model``, ``litert`` and ``onnx``
+        quantize: see ``ExportOptions``
+        tolerance: see ``ExportOptions``
+        opset: see ``ExportOptions``
 
     Returns:
-        The folder of the new version, such as runs/NAME/export/1. Its name is the next number,
-        because TensorFlow Serving loads the version with the highest number.
+        The folders of the new versions, such as runs/NAME/export/1 for a SavedModel and
+        runs/NAME/export/litert/1 for LiteRT. The name of a version is the next number, because
+        TensorFlow Serving loads the version with the highest number.
 
     Raises:
-        SetupError: there is no checkpoint, or the folder cannot be written.
+        SetupError: there is no checkpoint, the folder cannot be written, or an option needs another
+            format or a package that is not installed.
+        RunError: a format cannot express the model, or its file is not proven. The other formats
+            have been written.
     """
+    formats = _check_formats(format, quantize, opset)
+    if tolerance is not None and formats == [SAVED_MODEL]:
+        raise SetupError("tolerance: a SavedModel is not compared; add --format litert or onnx.")
+    options = ExportOptions(quantize, tolerance, opset)
     with restore_run(callbacks, config, checkpoint) as (state, console):
-        return write_model(state, console, output)
+        return _write_formats(state, console, output, formats, options)
 
 
-def write_model(state: State, console: Console, output: str | None = None) -> Path:
-    """Writes the model of the checkpoint that was restored; see ``export``."""
+def _check_formats(formats: Sequence[str], quantize: str | None, opset: int | None) -> list[str]:
+    """Returns each of the formats once.
+
+    Raises:
+        SetupError: an option belongs to another format, or a package is missing.
+    """
+    if quantize is not None and "litert" not in formats:
+        raise SetupError("quantize: only LiteRT files are quantized; add --format litert.")
+    if opset is not None and "onnx" not in formats:
+        raise SetupError("opset: only ONNX files have an opset; add --format onnx.")
+    for name in formats:
+        check_packages(name)
+    return list(dict.fromkeys(formats))
+
+
+def _write_formats(
+    state: State,
+    console: Console,
+    output: str | None,
+    formats: Sequence[str],
+    options: ExportOptions,
+) -> list[Path]:
+    """Writes the model of the checkpoint that was restored in several formats; see ``export``."""
     folder = Path(output or state.run_dir / "export")
     prepare_output("output" if output else "runs_dir", folder)
-    versions = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
-    path = folder / str(1 + max(versions, default=0))
     # The step is set to a number, because a served model has no variable for the step.
     tf.summary.experimental.set_step(state.step)
-    inference = serving.create_inference(state)
-    with atomic_write(path) as temporary:
-        serving.save_model(inference, temporary)
-    console.say(f"step {state.step}: wrote a SavedModel to {relative_path(path)}")
+    model = serving.create_inference(state)
+    prover = Prover(model)
+    paths: list[Path] = []
+    failures: list[RunError] = []
+    for name in formats:
+        if name == SAVED_MODEL:
+            paths.append(_save_model(model, console, folder))
+            continue
+        path = _find_new_version(folder / name)
+        path.parent.mkdir(exist_ok=True)
+        try:
+            write_proven_file(prover, model, console, name, path, options)
+            paths.append(path)
+        except RunError as error:
+            failures.append(error)
+    for failure in failures[:-1]:
+        console.warn(str(failure))
+    if failures:
+        raise failures[-1]
+    return paths
+
+
+def write_model(state: State, console: Console) -> Path:
+    """Writes the model of the checkpoint that was restored as a SavedModel; see ``export``."""
+    (path,) = _write_formats(state, console, None, [SAVED_MODEL], ExportOptions())
     return path
+
+
+def _save_model(model: serving.LoadedModel, console: Console, folder: Path) -> Path:
+    """Writes a new version of a SavedModel, and returns its folder."""
+    path = _find_new_version(folder)
+    with atomic_write(path) as temporary:
+        serving.save_model(model, temporary)
+    console.say(f"step {model.step}: wrote a SavedModel to {relative_path(path)}")
+    return path
+
+
+def _find_new_version(folder: Path) -> Path:
+    """Returns the folder for the next version of a model."""
+    paths = folder.iterdir() if folder.exists() else ()
+    versions = [int(path.name) for path in paths if path.name.isdecimal()]
+    return folder / str(1 + max(versions, default=0))

@@ -62,7 +62,7 @@ class Evaluation:
         Examples are ``loss``, or ``NAME/loss`` if the set has the name NAME.
         """
         return [
-            _name_value(set_name, name)
+            name_value(set_name, name)
             for set_name, evaluation_set in self.sets.items()
             for name in ("loss", *evaluation_set.names)
         ]
@@ -217,13 +217,13 @@ class Evaluation:
                 )
                 if not is_complete:
                     return None
-                values[_name_value(set_name, "loss")] = _read_mean_loss(evaluation_set)
+                values[name_value(set_name, "loss")] = _read_mean_loss(evaluation_set)
                 self.problem = self.problem or self._find_problem(set_name, evaluation_set)
                 results = read_results(evaluation_set.metrics)
             for name, scalar in results.scalars.items():
-                values[_name_value(set_name, name)] = scalar
+                values[name_value(set_name, name)] = scalar
             for name, array in results.arrays.items():
-                self.arrays[_name_value(set_name, name)] = array
+                self.arrays[name_value(set_name, name)] = array
         return values
 
     def repeat_failure(self) -> None:
@@ -233,7 +233,7 @@ class Evaluation:
         self.evaluate()
 
 
-def _name_value(set_name: str, name: str) -> str:
+def name_value(set_name: str, name: str) -> str:
     """Returns the full name of a value: ``loss`` in a single set, ``NAME/loss`` in a set NAME."""
     if set_name == SINGLE_SET:
         return name

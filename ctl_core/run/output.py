@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 
@@ -94,3 +95,21 @@ def _wrap(stream: TextIO | None, number: int) -> Any:
     if stream is None:
         stream = os.fdopen(number, "w", closefd=False)
     return DroppableOutput(stream)
+
+
+@contextlib.contextmanager
+def silence_stderr(is_silent: bool = True) -> Iterator[None]:
+    """Drops what this process writes to its standard error, including the output of C++ code.
+
+    Args:
+        is_silent: whether to do so; if False, the context changes nothing
+    """
+    stderr = os.dup(2)
+    if is_silent:
+        with open(os.devnull, "w") as devnull:
+            os.dup2(devnull.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)

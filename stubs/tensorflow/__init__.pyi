@@ -22,6 +22,7 @@ from tensorflow import distribute as distribute
 from tensorflow import errors as errors
 from tensorflow import io as io
 from tensorflow import linalg as linalg
+from tensorflow import lite as lite
 from tensorflow import math as math
 from tensorflow import nest as nest
 from tensorflow import profiler as profiler

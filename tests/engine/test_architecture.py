@@ -29,6 +29,7 @@ LAYERS = """
     session
     scratch build trainer
     read_only serving
+    conversion
     commands __main__
 """
 

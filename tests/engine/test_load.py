@@ -182,7 +182,7 @@ def test_functions_around_the_model_are_evaluated_predicted_and_exported_without
     with np.load(use.predict(hooks, state.config)) as file:
         predicted = file["output"]
     np.testing.assert_allclose(predicted, 2.0 * expected, rtol=1e-5, atol=1e-6)
-    exported = tf.saved_model.load(str(use.export(hooks, state.config)))
+    exported = tf.saved_model.load(str(use.export(hooks, state.config)[0]))
     np.testing.assert_allclose(exported.serve(inputs), predicted, rtol=1e-5, atol=1e-6)
 
 

@@ -249,7 +249,7 @@ def test_init_from_refuses_what_is_no_run(train: Train, tmp_path: Path) -> None:
 def test_init_from_loads_all_weights_on_all_replicas(train: Train, tmp_path: Path) -> None:
     """All weights are loaded on both replicas, and weights of another shape are an error."""
     state = train(hooks_of(), run_name="a", steps=4, **SHORT)
-    trained, path = state.train_model, str(use.export(hooks_of(), state.config))
+    trained, path = state.train_model, str(use.export(hooks_of(), state.config)[0])
     trained.save_weights(tmp_path / "m.weights.h5")
     settings: dict[str, Any] = {"steps": 0, **SHORT}
     for source in ("a", str(tmp_path / "m.weights.h5"), path):
