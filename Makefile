@@ -12,6 +12,7 @@
 # make bench-engines OTHER=FOLDER  this engine beside another one, the ctl_core in FOLDER
 # make pictures    draw docs/pictures: a terminal, a run that is killed, and the shapes of the tutorial
 # make prove       train, kill and resume in many ways, beside fit and a loop: some minutes
+# make exports     export the examples and some layers to LiteRT and ONNX: a table for docs/serving.md; ten minutes
 # make soak        kill runs before each of their file operations, resume them, and compare the bits: an hour
 #                  of a core for KILLS=1200; needs a C compiler and Linux
 # make generated   write the generated pages of docs, the example blank and the data of the example digits
@@ -43,7 +44,7 @@ PROCESSES ?= $(shell "$(PYTHON)" -c 'import os; print(min(8, 2 + (os.cpu_count()
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses $(PROCESSES) --max-worker-restart 0 --dist loadfile \
 	--no-loadscope-reorder $(foreach place,browser ray slurm clouds trackers s3,--ignore tests/on_$(place)) --ignore tests/engine_net
 
-.PHONY: demo pictures check test test-slow test-all test-part mutations golden lint bench bench-engines prove soak generated release \
+.PHONY: demo pictures check test test-slow test-all test-part mutations golden lint bench bench-engines prove exports soak generated release \
 	python docs test-browser test-gpu test-pythons test-compat test-slurm test-ray test-clouds test-trackers test-s3
 
 demo: $(DEMO_VENV)/.made
@@ -101,6 +102,9 @@ bench-engines: $(VENV)/.made
 # What it prints goes into docs/guarantees.md by --into docs/guarantees.md.
 prove: $(VENV)/.made
 	TF_CPP_MIN_LOG_LEVEL=3 "$(VENV)/bin/python" -m scripts.prove
+
+exports: $(VENV)/.made
+	TF_CPP_MIN_LOG_LEVEL=3 "$(VENV)/bin/python" -m scripts.exports --into docs/serving.md
 
 soak: $(VENV)/.made
 	nice "$(VENV)/bin/python" -m scripts.soak_operations "$$(mktemp -d)" --kills $(KILLS)

@@ -132,7 +132,7 @@ COMMANDS = {
     "export": Flags(
         "export a run's model for TensorFlow Serving, LiteRT or ONNX",
         ("config", "checkpoint", "format", "quantize", "tolerance", "opset", "output"),
-        (*_COMMON_SETTINGS, "eval_batch_size", "limit_eval"),
+        (*_COMMON_SETTINGS, "eval_batch_size", "limit_eval", "precision"),
     ),
     "hooks": Flags(
         "list all hooks, explain one, or print their defaults as code",

@@ -83,11 +83,13 @@ def list_file_functions(model: LoadedModel) -> list[FileFunction]:
 
 def find_output_obstacle(model: LoadedModel) -> str:
     """Returns a phrase that says why no file can return the output of a model, or ""."""
+    hooks = model.state.hooks
+    hook = hooks.create_inference_model or hooks.create_model
     for entry in tf.nest.flatten(model.output_spec):
         if isinstance(entry, tf.RaggedTensorSpec | tf.SparseTensorSpec):
-            return "the model returns a ragged or sparse tensor"
+            return f"the model of {hook} returns a ragged or sparse tensor"
         if isinstance(entry, tf.TensorSpec) and entry.dtype == tf.string:
-            return "the model returns strings"
+            return f"the model of {hook} returns strings"
     return ""
 
 

@@ -118,5 +118,5 @@ def _explain(text: str, graph: FunctionGraph, hooks: Hooks) -> str:
             kinds = dict.fromkeys(kind.strip() for kinds in found for kind in kinds.split(","))
             if pattern is _OPS[-1]:
                 kinds = dict.fromkeys([next(iter(kinds))])  # the others are calls of functions
-            return f"LiteRT cannot express {describe_ops(kinds, graph, hooks)}"
+            return f"LiteRT cannot express {describe_ops(kinds, graph, hooks)} without Flex ops"
     return f"the converter of LiteRT fails: {make_line(text, 200)}"

@@ -15,6 +15,7 @@ from ctl_core.conversion.file_function import FileFunction, NotConvertible
 from ctl_core.conversion.ops import describe_ops
 from ctl_core.hooks.hooks import Hooks
 from ctl_core.run.errors import format_error
+from ctl_core.run.output import silence_stderr
 from ctl_core.serving import name_entries
 
 
@@ -38,7 +39,7 @@ def convert_to_onnx(function: FileFunction, hooks: Hooks, opset: int) -> bytes:
 
     traced = tf.function(compute, autograph=False)
     graph = traced.get_concrete_function(*named.spec.values()).graph
-    with _silence(tf2onnx):
+    with _silence_logs(), silence_stderr():
         try:
             model, _ = tf2onnx.convert.from_function(
                 traced,
@@ -89,12 +90,13 @@ def _list_unknown_ops(graph: Any, opset: int) -> Iterator[str]:
 
 
 @contextmanager
-def _silence(tf2onnx: Any) -> Iterator[None]:
-    """Drops the messages of tf2onnx, which repeats them in the exception or in the file."""
-    logger = logging.getLogger(tf2onnx.__name__)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+def _silence_logs() -> Iterator[None]:
+    """Drops all log messages: tf2onnx warns of what the file shows, also by the root logger."""
+    handlers = list(logging.root.handlers)
+    before = logging.root.manager.disable
+    logging.disable()
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)
+        logging.root.handlers[:] = handlers  # ``logging.warning`` adds one

@@ -27,7 +27,7 @@ from ctl_core.model.metrics import read_results, update_metrics
 from ctl_core.model.state import State
 from ctl_core.numerics.constants import SplitOutput, restore_constants
 from ctl_core.serving import LoadedModel, list_input_names, name_outputs
-from ctl_core.types import AnyTensor, Batch, ModelOutput, Structure
+from ctl_core.types import AnyTensor, Batch, GraphFunction, ModelOutput, Structure
 
 # The largest accepted difference, relative to the largest value of an output, or to a metric.
 TOLERANCE = 1e-4
@@ -276,10 +276,11 @@ class Prover:
         for set_name, evaluation_set in self._state.evaluation.sets.items():
             for metric in evaluation_set.metrics.values():
                 metric.reset_state()
+            update_metrics_of_set = self._define_update(evaluation_set)
             for batch in evaluation_set.make():
                 output = self._compare_batch(proof, runtime, function, batch)
                 if not proof.without_metrics:
-                    self._update_metrics(evaluation_set, batch, output)
+                    update_metrics_of_set(output, batch)
             if proof.without_metrics:
                 continue
             assert self._evaluated is not None
@@ -314,16 +315,21 @@ class Prover:
         proof.examples += len(next(iter(inputs.values())))
         return _replace_tensors(output, actual)
 
-    def _update_metrics(
-        self, evaluation_set: EvaluationSet, batch: Batch, output: ModelOutput
-    ) -> None:
-        """Adds the output of the file for a batch to the metrics of a set."""
+    def _define_update(self, evaluation_set: EvaluationSet) -> GraphFunction:
+        """Returns a graph function that adds an output and its batch to the metrics of a set."""
         hook = self._state.hooks.metric_pre
-        with run_layers(training=False):
-            arguments = hook.trace(
-                output=output, batch=batch, train_model=self._state.components.train_model
-            )
-            update_metrics(evaluation_set.metrics, hook, arguments, None)
+
+        def add(output: ModelOutput, batch: Batch) -> None:
+            with run_layers(training=False):
+                arguments = hook.trace(
+                    output=output, batch=batch, train_model=self._state.train_model
+                )
+                update_metrics(evaluation_set.metrics, hook, arguments, None)
+
+        def add_on_device(output: ModelOutput, batch: Batch) -> None:
+            self._state.strategy.run(add, args=(output, batch))
+
+        return tf.function(add_on_device, autograph=False, reduce_retracing=True)
 
 
 def _replace_tensors(output: ModelOutput, arrays: Mapping[str, np.ndarray]) -> Structure:

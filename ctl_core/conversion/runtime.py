@@ -27,17 +27,19 @@ class Runtime:
         seconds: the time that the runtime has computed so far
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], errors: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], path: Path, errors: Path) -> None:
         """Waits until the process has loaded the file.
 
         Args:
             process: the process
+            path: the exported file
             errors: the file to which the process writes its errors
 
         Raises:
             RuntimeFailed: the runtime cannot load the file.
         """
         self._process = process
+        self._path = path
         self._errors = errors
         self.versions: dict[str, str] = json.loads(self._read())
         self.seconds = 0.0
@@ -60,7 +62,9 @@ class Runtime:
         if message is None:
             code = self._process.wait()
             lines = self._errors.read_text(errors="replace").strip().splitlines()
-            raise RuntimeFailed(make_line(lines[-1]) if lines else f"it ended with code {code}")
+            if not lines:
+                raise RuntimeFailed(f"it ended with code {code}")
+            raise RuntimeFailed(make_line(lines[-1].replace(str(self._path), self._path.name)))
         return message
 
 
@@ -85,7 +89,7 @@ def start_runtime(format: str, path: Path, rows: int | None) -> Iterator[Runtime
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=error_file
             )
         try:
-            yield Runtime(process, errors)
+            yield Runtime(process, path, errors)
         finally:
             process.kill()
             process.communicate()

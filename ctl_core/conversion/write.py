@@ -119,7 +119,7 @@ def write_proven_file(
     if proof.problem:
         raise RunError(
             f"{format}: {shown} is not proven: {proof.problem}; {relative_path(path)}/proof.json "
-            "has the details."
+            f"has the details{_find_cure(model)}."
         )
     size = len(conversion.content)
     console.say(
@@ -181,8 +181,9 @@ def _convert(model: LoadedModel, format: str, options: ExportOptions) -> Convers
     convert = {"litert": _convert_to_litert, "onnx": _convert_to_onnx}[format]
     obstacle = find_output_obstacle(model)
     if obstacle:
-        raise RunError(f"{format}: {obstacle}, which no file can contain; write the hook "
-                       "create_inference_model, which may return something else.")  # fmt: skip
+        raise RunError(
+            f"{format}: {obstacle}, which no file can contain; return dense tensors of numbers."
+        )
     notes: list[str] = []
     for function in list_file_functions(model):
         try:
@@ -198,7 +199,15 @@ def _convert(model: LoadedModel, format: str, options: ExportOptions) -> Convers
         if notes:
             notes[-1] += f"; pass {describe_inputs(function.spec)}"
         return converted._replace(notes=[*notes, *converted.notes])
-    raise RunError(f"{format}: the model cannot be exported: {obstacle}.")
+    raise RunError(f"{format}: the model cannot be exported: {obstacle}{_find_cure(model)}.")
+
+
+def _find_cure(model: LoadedModel) -> str:
+    """Returns the end of a message that says what may help, or ""."""
+    if not model.state.computed_in:
+        return ""
+    precisions = " and ".join(model.state.computed_in)
+    return f"; layers compute in {precisions}, so try --precision float32"
 
 
 def _convert_to_litert(

@@ -158,6 +158,11 @@ create_dataset = small.slices((x, x[:, 0]))
 
 def create_model():
     return keras.Sequential([keras.Input((6, 2)), keras.layers.LSTM(3), keras.layers.Dense(2)])
+
+
+@tf.function(input_signature=[tf.TensorSpec([None, 6, 2])])
+def serve(inputs):
+    return 3.0 * inputs
 """
 )
 
@@ -173,22 +178,31 @@ def test_a_recurrent_model_needs_no_flex_ops(cli: Cli) -> None:
     proof = read_proof("litert")
     assert (proof["examples_per_call"], proof["examples"]) == (1, 256)
     assert (proof["data"], proof["metrics"]) == ("256 training examples", {})
+    assert proof["contents"] == "serve and the model"
+    inputs = np.ones((1, 6, 2), "float32")
+    outputs = run_litert("runs/a/export/litert/1/model.tflite", {"inputs": inputs})
+    np.testing.assert_allclose(outputs["output"], ctl_core.load("runs/a")(inputs), rtol=1e-4)
     outcome = cli(None, command=(*EXPORT, "litert", "--quantize", "int8"))
     failed(outcome, "litert: the model cannot be exported: the converter of LiteRT crashes")
 
 
 @needs("litert")
 def test_quantized_files_are_compared(cli: Cli) -> None:
-    """Any difference is accepted and recorded, unless a tolerance is given."""
-    assert cli(PROGRAM, command=FLAGS).code == 0
-    outcome = cli(None, command=(*EXPORT, "litert", "--quantize", "int8"))
+    """Any difference is accepted and recorded, unless a tolerance is given.
+
+    A model that was trained in bfloat16 is exported in float32.
+    """
+    assert cli(PROGRAM, "--precision", "bfloat16", command=FLAGS).code == 0
+    failed(cli(None, command=(*EXPORT, "litert")), "without Flex ops", "try --precision float32")
+    in_float32 = ("--precision", "float32", "--quantize")
+    outcome = cli(None, command=(*EXPORT, "litert", *in_float32, "int8"))
     assert (outcome.code, outcome.err) == (0, "")
     proof = read_proof("litert")
     assert (proof["proven"], proof["tolerance"], proof["quantize"]) == (True, None, "int8")
     assert proof["file"] == "model-int8.tflite"
     # Large, because the inputs of the evaluation are out of the range of the training data.
     assert 1e-2 < proof["outputs"]["logits"]["relative_difference"] < 1
-    outcome = cli(None, command=(*EXPORT, "litert", "--quantize", "float16", "--tolerance", "1e-9"))
+    outcome = cli(None, command=(*EXPORT, "litert", *in_float32, "float16", "--tolerance", "1e-9"))
     failed(outcome, "model-float16.tflite.unproven", "more than the tolerance of 1e-09")
     assert 1e-6 < read_proof("litert", 2)["outputs"]["logits"]["relative_difference"] < 1e-2
 
@@ -203,7 +217,16 @@ create_eval_dataset = small.slices((lines[:30], target[:30]))
 
 
 def input_pre(batch):
-    return tf.gather(inputs, tf.strings.to_number(batch[0], tf.int32))
+    return read_lines(batch[0])
+
+
+@tf.function(input_signature=[tf.TensorSpec([None], tf.string)])
+def serve(inputs):
+    return read_lines(inputs)
+
+
+def read_lines(lines):
+    return tf.gather(inputs, tf.strings.to_number(lines, tf.int32))
 """
 )
 REFUSED = (
@@ -228,10 +251,11 @@ def test_what_a_format_lacks_is_named(cli: Cli) -> None:
     assert cli(TEXTS, command=FLAGS).code == 0
     outcome = cli(None, command=(*EXPORT, "litert,onnx"))
     assert (outcome.code, outcome.err) == (0, "")
-    line = line_of(TEXTS, "def input_pre")
+    lines = {"input_pre": line_of(TEXTS, "def input_pre"), "serve": line_of(TEXTS, "@tf.function")}
     for format in ("litert", "onnx"):
-        words = f"{format}: the file does not contain input_pre (callbacks.py:{line}), because"
-        assert words in outcome.out
+        for name, line in lines.items():
+            hook = f"{name} (callbacks.py:{line})"
+            assert f"{format}: the file does not contain {hook}, because" in outcome.out
         assert read_proof(format)["contents"] == "the model"
         assert read_proof(format)["metrics"].keys() == {"error"}
     assert "inputs are strings; pass inputs float32 (None, 5)" in outcome.out
