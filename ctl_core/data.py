@@ -1,4 +1,4 @@
-"""Helpers for ``create_dataset``: shuffles by index, seeds for examples, length buckets, splits.
+"""Helpers for ``create_dataset``: shuffles by index, seeds, rows of a process, buckets, splits.
 
 Shuffles and seeds are computed from the number of examples since the start of the run, so a
 checkpoint needs to save nothing else. These datasets are endless, so the length of a run that uses
@@ -9,6 +9,7 @@ such as all pictures of one patient, therefore stay together. The hash is FarmHa
 which TensorFlow promises never to change.
 """
 
+import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,6 +24,15 @@ Keys: TypeAlias = Any
 _ENDLESS = 2**40
 _HASHES = 2**62
 
+# Returns the dataset of an index shuffle, given the number of its first example.
+ShuffleFrom: TypeAlias = Callable[[int], tf.data.Dataset]
+# Selects the rows of a process. The second argument is None unless the dataset is an index shuffle.
+SelectRows: TypeAlias = Callable[[tf.data.Dataset, ShuffleFrom | None], tf.data.Dataset]
+# The function that ``own_rows`` calls. The engine sets it while it calls a data hook.
+ROW_SELECTION: contextvars.ContextVar[SelectRows | None] = contextvars.ContextVar(
+    "row_selection", default=None
+)
+
 
 def index_shuffle(examples: int, batch_size: int, seed: int) -> tf.data.Dataset:
     """Returns an endless dataset of shuffled indices, for data that are in memory.
@@ -33,7 +43,13 @@ def index_shuffle(examples: int, batch_size: int, seed: int) -> tf.data.Dataset:
 
     Unlike ``Dataset.shuffle``, it needs no buffer, which each checkpoint would have to save.
     """
-    return index_shuffle_with_seeds(examples, batch_size, seed).map(lambda index, _: index)
+    _refuse_batch_size(examples, batch_size)
+
+    def shuffle_from(first: int) -> tf.data.Dataset:
+        pairs = _shuffle_from(first, examples, batch_size, seed)
+        return pairs.map(lambda index, _: index)
+
+    return _note_shuffle(shuffle_from)
 
 
 def index_shuffle_with_seeds(examples: int, batch_size: int, seed: int) -> tf.data.Dataset:
@@ -42,15 +58,24 @@ def index_shuffle_with_seeds(examples: int, batch_size: int, seed: int) -> tf.da
     Its elements are pairs of indices and seeds. The seeds are an int64 tensor of shape
     [batch_size, 2]; ``tf.map_fn`` can pass each of its rows to a ``tf.random.stateless_*`` op.
     """
+    _refuse_batch_size(examples, batch_size)
+    return _note_shuffle(lambda first: _shuffle_from(first, examples, batch_size, seed))
+
+
+def _refuse_batch_size(examples: int, batch_size: int) -> None:
     if not 1 <= batch_size <= examples:
         raise ValueError(f"batch_size must lie between 1 and {examples} examples, got {batch_size}")
+
+
+def _shuffle_from(first: int, examples: int, batch_size: int, seed: int) -> tf.data.Dataset:
+    """Returns the dataset of ``index_shuffle_with_seeds`` without its first ``first`` examples."""
 
     def shuffled(position: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         key = tf.random.stateless_uniform([2], [seed, number], None, None, tf.uint32)
         return tf.random.experimental.index_shuffle(position, key, examples - 1)
 
-    def pick(first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        count = first + tf.range(batch_size, dtype=tf.int64)
+    def pick(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        count = start + tf.range(batch_size, dtype=tf.int64)
         number = count // examples
         position = count % examples
         # A batch is no larger than a pass, so it contains examples of at most two passes.
@@ -59,7 +84,59 @@ def index_shuffle_with_seeds(examples: int, batch_size: int, seed: int) -> tf.da
         index = tf.where(tf.equal(number, number[0]), this_pass, next_pass)
         return index, tf.stack([tf.fill([batch_size], tf.constant(seed, tf.int64)), count], axis=1)
 
-    return tf.data.Dataset.range(0, _ENDLESS, batch_size).repeat().map(pick)
+    return tf.data.Dataset.range(first, _ENDLESS, batch_size).repeat().map(pick)
+
+
+def _note_shuffle(shuffle_from: ShuffleFrom) -> tf.data.Dataset:
+    """Returns an index shuffle from its start, and notes how ``own_rows`` starts it later."""
+    dataset: Any = shuffle_from(0)
+    dataset.shuffle_from = shuffle_from
+    shuffle: tf.data.Dataset = dataset
+    return shuffle
+
+
+def own_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the examples that this process of a cluster prepares; in one process, all examples.
+
+    Call it in ``create_dataset`` or ``create_eval_dataset``, between the part of the pipeline that
+    is cheap and the part that takes time: ``own_rows(files).map(load_image).batch(b)``. Each
+    process reads the whole part before, but only its own rows of each global batch after it.
+    Therefore, global batches do not depend on the number of processes.
+
+    Afterwards, elements may only be changed one by one: by ``map``, one ``batch`` or
+    ``padded_batch``, ``prefetch`` and ``with_options``. A shuffle, a filter, a cache and
+    ``with_seeds`` belong before it.
+
+    Args:
+        dataset: the examples, one by one, or the dataset of ``index_shuffle`` or
+            ``index_shuffle_with_seeds``. All examples must have the same shapes
+
+    Returns:
+        A dataset of single examples. While the engine trains, it is endless.
+
+    Raises:
+        ValueError: the examples differ in their shapes, or the function is called inside a function
+            of a dataset.
+        TypeError: ``dataset`` is not a ``tf.data.Dataset``, but for example a ``PyDataset``.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        kind = type(dataset).__name__
+        raise TypeError(f"own_rows: expected a tf.data.Dataset, got {kind}; leave out own_rows")
+    if not tf.executing_eagerly():
+        raise ValueError("own_rows: call it in the hook itself, not in a function of a dataset")
+    shuffle_from: ShuffleFrom | None = getattr(dataset, "shuffle_from", None)
+    for spec in tf.nest.flatten(dataset.element_spec):
+        if isinstance(spec, tf.TensorSpec) and not spec.shape.is_fully_defined():
+            raise ValueError(
+                f"own_rows: the examples may differ in shape, {spec.shape}; call it before the "
+                "stage that reads them, on file names or indices"
+            )
+    select_rows = ROW_SELECTION.get()
+    if select_rows is not None:
+        return select_rows(dataset, shuffle_from)
+    if shuffle_from is not None:
+        return dataset.unbatch()
+    return dataset
 
 
 def with_seeds(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:

@@ -99,8 +99,8 @@ DATA = Group(
     "ctl.data",
     "Functions that you can use in `create_dataset`. [Data pipelines](data.md) has examples.",
     (
-        *("index_shuffle", "index_shuffle_with_seeds", "with_seeds", "bucket_by_length"),
-        *("split_of", "fold_of", "hash_of"),
+        *("index_shuffle", "index_shuffle_with_seeds", "with_seeds", "own_rows"),
+        *("bucket_by_length", "split_of", "fold_of", "hash_of"),
     ),
 )
 # The attributes that are shown, by class. The docstrings of these classes list internal ones, too.

@@ -95,6 +95,7 @@ class InputPosition:
             "batches_read_at_once": batches_read_at_once,
             "whole": shares_of_whole_elements,
             "folder": os.getcwd(),
+            "own_rows": data.mark is not None,
         }
 
     def has_same_batches(self, record: Record) -> bool:
@@ -106,10 +107,13 @@ class InputPosition:
     def read(self) -> SavedPosition:
         """Reads the current position, which is empty if no position can be saved.
 
-        Prints a warning in this case, unless the pipeline fills a cache or contains a snapshot.
+        Prints a warning in this case, unless the pipeline fills a cache, contains a snapshot, or
+        uses ``ctl.data.own_rows``.
         """
         if self._state.data.reader is None and self._is_filling_cache():
             # A resumed run reads and drops at most one pass of the data, and fills the cache again.
+            return SavedPosition()
+        if self._state.data.reads_mark_again:
             return SavedPosition()
         obstacle = self._obstacle
         if obstacle is None:
@@ -117,6 +121,8 @@ class InputPosition:
                 return self._read_exactly()
             except (ValueError, tf.errors.FailedPreconditionError) as error:
                 obstacle = format_error(error, 120)
+        if self._state.data.mark is not None:  # a resumed run reads only the part before the mark
+            return SavedPosition()
         self._console.warn(
             f"the position in the training data cannot be saved exactly ({obstacle}); a "
             "resumed run will read the data again from the start and drop what was used. For "
@@ -194,11 +200,17 @@ class InputPosition:
         if self._state.cluster.agree(obstacle is None):
             return
         examples = record.progress["examples"]
-        reason = obstacle or "another process cannot read the position that it saved"
-        self._console.warn(
-            f"the position in the training data is restored by reading and dropping {examples} "
-            f"examples, because {reason}."
-        )
+        if data.mark is not None and not self._state.config.overfit_batches:
+            self._console.say(
+                f"the position in the training data is restored by skipping {examples} examples "
+                "before ctl.data.own_rows; none of them is prepared again."
+            )
+        else:
+            reason = obstacle or "another process cannot read the position that it saved"
+            self._console.warn(
+                f"the position in the training data is restored by reading and dropping {examples} "
+                f"examples, because {reason}."
+            )
         data.begin_anew(skip=examples)
 
     def _restore_stream(self, prefix: Path) -> None:
@@ -212,9 +224,13 @@ class InputPosition:
 
     def _find_obstacle(self, record: Record) -> str | None:
         """Returns why the position in a record cannot be restored; None if it can be."""
+        if self._state.data.reads_mark_again:
+            return "each process of a cluster would need its own"
         if not record.input_saved:
             return "no complete position could be saved"
         present = self.describe()
+        if present["own_rows"] != record.input.get("own_rows", False):
+            return "it was saved before ctl.data.own_rows was added"
         for name, value in record.input.items():
             if name != "folder" and present.get(name) != value:
                 return f"it was saved with {name} {value}"

@@ -18,6 +18,19 @@ from ctl_core.run.live_objects import list_objects
 # iterator contains the state of these stages.
 _DRAWING_STAGES = {"_ShuffleDataset", "_ShuffleAndRepeatDataset", "_RandomDataset"}
 
+# The classes of stages that keep the order of examples, and neither drop nor add one.
+_ROW_STAGES = {
+    "_MapDataset",
+    "_ParallelMapDataset",
+    "_BatchDataset",
+    "_ParallelBatchDataset",
+    "_PaddedBatchDataset",
+    "_DenseToRaggedDataset",  # the first stage of ragged_batch
+    "_PrefetchDataset",
+    "_OptionsDataset",
+}
+_BATCH_STAGES = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset"}
+
 # Finds the states of stages that draw random numbers, and of full caches, in the file of a saved
 # position. The state of a stage is a serialized VariantTensorDataProto, which begins with a header:
 # a type name and metadata. The pattern requires this header and excludes control characters.
@@ -108,6 +121,43 @@ def read_snapshot_folder(stage: tf.data.Dataset) -> str | None:
     snapshot: Any = stage  # TensorFlow exports no name of its class
     folder: bytes = tf.get_static_value(tf.convert_to_tensor(snapshot._path))
     return folder.decode()
+
+
+def keeps_rows(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage keeps all examples and their order, see also ``is_batch``."""
+    return type(stage).__name__ in _ROW_STAGES
+
+
+def is_batch(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage is a ``batch`` or a ``padded_batch``."""
+    return type(stage).__name__ in _BATCH_STAGES
+
+
+def drops_remainder(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage drops the last elements if they do not fill a batch."""
+    drop_remainder = getattr(stage, "_drop_remainder", None)
+    return drop_remainder is not None and bool(tf.get_static_value(drop_remainder))
+
+
+def is_padded_batch(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage pads the elements that it batches."""
+    return type(stage).__name__ == "_PaddedBatchDataset"
+
+
+def is_map(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage is a ``map``."""
+    return type(stage).__name__ in ("_MapDataset", "_ParallelMapDataset")
+
+
+def groups_by_window(stage: tf.data.Dataset) -> bool:
+    """Returns whether a stage groups elements, as ``bucket_by_sequence_length`` does."""
+    return type(stage).__name__ == "_GroupByWindowDataset"
+
+
+def name_stage(stage: tf.data.Dataset) -> str:
+    """Returns the name of the method of ``tf.data.Dataset`` that creates a stage: ``flat_map``."""
+    words = re.findall("[A-Z][a-z0-9]*", type(stage).__name__.removesuffix("Dataset"))
+    return "_".join(words).lower()
 
 
 def is_shuffle(stage: tf.data.Dataset) -> bool:

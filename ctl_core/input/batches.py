@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from ctl_core.cluster.collectives import count_local_replicas, distribute
 from ctl_core.hooks.defaults import get_first_dimension
+from ctl_core.numerics.summation_tree import split_leaves
 from ctl_core.types import AnyTensor, AnyTensorSpec, Batch, BatchSpec, Count, PerReplica, Structure
 
 
@@ -156,6 +157,20 @@ class Share(NamedTuple):
     leaf: Count = 0
 
 
+class LocatedBatch(NamedTuple):
+    """A global batch, or its rows that this process has prepared.
+
+    Attributes:
+        rows: the rows; None if the shares of the batch are drawn one by one
+        examples: the number of examples in the global batch
+        first_row: the index of the first of the rows in the global batch
+    """
+
+    rows: Batch | None
+    examples: Count
+    first_row: Count = 0
+
+
 def find_start(leaf: Count, examples: Count, leaves: int) -> tf.Tensor:
     """Returns the index of the first row of a leaf. Larger leaves come before smaller ones."""
     return leaf * (examples // leaves) + tf.minimum(leaf, examples % leaves)
@@ -282,6 +297,16 @@ def find_first_replica(strategy: tf.distribute.Strategy) -> int:
     return int(resolver.task_id or 0) * count_local_replicas(strategy)
 
 
+def find_process_leaves(shape: BatchShape, strategy: tf.distribute.Strategy) -> range:
+    """Returns the indices of the leaves of a training batch that this process computes."""
+    first = find_first_replica(strategy)
+    end = first + count_local_replicas(strategy)
+    if shape.logical_replicas is None:
+        return range(first * shape.accumulate_steps, end * shape.accumulate_steps)
+    device_leaves = split_leaves(shape.leaves, shape.replicas)[first:end]
+    return range(device_leaves[0].start, device_leaves[-1].stop)
+
+
 def take_batch_rows(batch: Batch, first: Count, size: Count) -> Batch:
     """Returns ``size`` rows of a batch, starting at row ``first``."""
     return tf.nest.map_structure(lambda tensor: take_rows(tensor, first, size), batch)
@@ -367,6 +392,22 @@ def _take_row(tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
     return tensor[row : row + 1]
 
 
+def list_sizes(element: Batch, examples: Count) -> tf.Tensor:
+    """Returns the sizes that all processes must have in common, an int32 tensor of shape [1, n].
+
+    These are the number of examples, and the shape of the rows in each dense tensor.
+
+    Args:
+        element: the rows of this process
+        examples: the number of examples in the global batch
+    """
+    sizes = [tf.reshape(examples, [1])]
+    for tensor in tf.nest.flatten(element):
+        if isinstance(tensor, tf.Tensor):
+            sizes.append(tf.shape(tensor)[1:])
+    return tf.concat(sizes, 0)[None]
+
+
 def has_varying_widths(spec: BatchSpec) -> bool:
     """Returns whether the shape of a dense tensor may vary in a dimension other than the first."""
     shapes = [
@@ -406,3 +447,10 @@ def make_placeholders(spec: BatchSpec) -> Batch:
         spec,
         expand_composites=True,
     )
+
+
+def unpack_arguments(dataset: tf.data.Dataset, arguments: tuple[Structure, ...]) -> Structure:
+    """Returns the dataset's element, given the arguments of a function in ``Dataset.map``."""
+    if not isinstance(dataset.element_spec, tuple):
+        return arguments[0]
+    return tf.nest.pack_sequence_as(dataset.element_spec, tf.nest.flatten(arguments))

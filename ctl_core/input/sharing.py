@@ -1,6 +1,6 @@
 """Turns the elements of the training data into global batches, and global batches into shares.
 
-There are three ways to do this. Each is implemented by one class:
+There are four ways to do this. Each is implemented by one class:
 
 - ``JoinedRows``: elements are joined and cut into global batches. A share consists of rows of a
   global batch.
@@ -9,6 +9,8 @@ There are three ways to do this. Each is implemented by one class:
 - ``ReadyShares``: each element is the share of one replica. This is for data such as graphs and
   point sets: an example may have any number of rows, and the hook ``count_examples`` returns the
   number of examples in an element.
+- ``OwnRows``: after ``ctl.data.own_rows``, elements contain only the rows of this process. They are
+  joined to the process's rows of each global batch (see own_rows.py).
 
 ``choose_sharing`` chooses the class based on the values that ``count_examples`` returns. The source
 code of this hook plays no role.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
@@ -27,17 +30,23 @@ from ctl_core.hooks.defaults import DifferentRowsError, explain_different_rows, 
 from ctl_core.hooks.hooks import Hook, Hooks, describe
 from ctl_core.input.batches import (
     BatchShape,
+    LocatedBatch,
     Share,
     count_rows,
     has_varying_widths,
+    list_sizes,
     make_placeholders,
     pack_elements,
     set_rows,
     take_share,
+    unpack_arguments,
 )
 from ctl_core.input.data_hooks import DataHooks, HookedData
+from ctl_core.input.own_rows import Mark, PreparedRows, RowSelection
+from ctl_core.numerics.randomness import keep_seeds
 from ctl_core.run.errors import HookFailed, SetupError
-from ctl_core.types import Batch, BatchSpec, Count, Structure
+from ctl_core.run.settings import Config
+from ctl_core.types import Batch, BatchSpec, Count
 
 # A part of the error message of ``rebatch`` for an element whose tensors differ in their first
 # dimension.
@@ -121,10 +130,22 @@ class Sharing(abc.ABC):
         """
         return read()
 
+    def locate(self, drawn: Batch | None, fixed_size: int | None) -> LocatedBatch:
+        """Returns where the rows of a result of ``draw`` are in the global batch.
+
+        Args:
+            drawn: the result of ``draw``
+            fixed_size: the result of ``find_fixed_size``
+        """
+        return LocatedBatch(drawn, fixed_size or count_rows(drawn))
+
+    def list_compared(self, element: Batch) -> Batch:
+        """Returns the tensors of an element that must be the same on all processes."""
+        return element
+
     def take_shares(
         self,
-        batch: Batch | None,
-        examples: Count,
+        batch: LocatedBatch,
         micro_batch: Count,
         replicas: range,
         read: Callable[[], Batch],
@@ -132,8 +153,7 @@ class Sharing(abc.ABC):
         """Returns the shares of this process's replicas in a micro-batch.
 
         Args:
-            batch: the result of ``draw``
-            examples: the number of examples in the batch
+            batch: the result of ``locate``
             micro_batch: the index of the micro-batch
             replicas: the indices of this process's replicas among the replicas of all processes
             read: a function that draws an element of ``make_batches``
@@ -142,9 +162,9 @@ class Sharing(abc.ABC):
         shares = []
         for replica in replicas:
             leaf = shape.find_leaf(replica, micro_batch)
-            share = take_share(batch, examples, leaf, shape.leaves)
+            share = take_share(batch.rows, batch.examples, leaf, shape.leaves, batch.first_row)
             if share.rows is not None:
-                together = shape.count_rows_of_round(micro_batch, examples)
+                together = shape.count_rows_of_round(micro_batch, batch.examples)
                 share = share._replace(together=together)
             shares.append(share)
         return shares
@@ -190,7 +210,7 @@ class FixedBatches(Sharing):
             return check_counts(dataset, self._count_examples)
 
         def is_full(*element: Batch) -> tf.Tensor:
-            batch = _unpack(dataset, element)
+            batch = unpack_arguments(dataset, element)
             with check_count(self._count_examples, batch):
                 return tf.equal(count_rows(batch), self.shape.batch)
 
@@ -225,11 +245,11 @@ class ReadyShares(Sharing):
         shares = self.shape.leaves
 
         def is_full(*element: Batch) -> tf.Tensor:
-            count = self._count_examples.trace(batch=_unpack(dataset, element))
+            count = self._count_examples.trace(batch=unpack_arguments(dataset, element))
             return tf.equal(tf.cast(count, tf.int64), self.shape.per_replica)
 
         def join_windows(*windows: tf.data.Dataset) -> tf.data.Dataset:
-            return tf.data.Dataset.zip(_unpack(dataset, windows))
+            return tf.data.Dataset.zip(unpack_arguments(dataset, windows))
 
         full = dataset.filter(is_full)
         if shares == 1 or is_endless:
@@ -267,8 +287,7 @@ class ReadyShares(Sharing):
 
     def take_shares(
         self,
-        batch: Batch | None,
-        examples: Count,
+        batch: LocatedBatch,
         micro_batch: Count,
         replicas: range,
         read: Callable[[], Batch],
@@ -285,8 +304,89 @@ class ReadyShares(Sharing):
         return [shares[replica] for replica in replicas]
 
 
+class OwnRows(Sharing):
+    """Joins the rows that this process has prepared after ``ctl.data.own_rows``.
+
+    Attributes:
+        selection: selects the rows of this process
+        examples: the number of examples in a pass; None if they are endless, or not known
+    """
+
+    def __init__(
+        self,
+        shape: BatchShape,
+        selection: RowSelection,
+        examples: int | None,
+        count_examples: Hook,
+    ) -> None:
+        super().__init__(shape, selection.keeps_last_batch, count_examples)
+        self.selection = selection
+        self.examples = examples
+        self._has_fixed_size = not selection.has_batches_of_several_sizes(examples)
+
+    def start_at(self, batches: int) -> OwnRows:
+        """Returns the sharing of a run that has used the first ``batches`` global batches."""
+        selection = dataclasses.replace(self.selection, start=batches)
+        return OwnRows(self.shape, selection, self.examples, self._count_examples)
+
+    def make_batches(self, dataset: tf.data.Dataset, is_endless: bool) -> tf.data.Dataset:
+        """Returns an endless dataset of the process's rows in each global batch."""
+        return self._join(dataset, self.selection)
+
+    def make_global_batches(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns an endless dataset of global batches.
+
+        Args:
+            dataset: the dataset that the hooks returned for all rows
+        """
+        return self._join(dataset, self.selection.select_all())
+
+    def _join(self, dataset: tf.data.Dataset, selection: RowSelection) -> tf.data.Dataset:
+        if not self._count_examples.is_default:
+            dataset = check_counts(dataset, self._count_examples)
+        return selection.join_rows(dataset, self.examples)
+
+    def count_used(self, element: Batch) -> int:
+        """Not called, because the dataset is not read by a reader."""
+        raise NotImplementedError
+
+    def find_number_of_steps(self, dataset: tf.data.Dataset) -> int | None:
+        """Returns the number of steps in a pass, if the number of examples is known."""
+        if self.examples is None:
+            return None
+        return self.selection.count_steps(self.examples)
+
+    def find_fixed_size(self, spec: BatchSpec) -> int | None:
+        """Returns the number of examples in each global batch, or None if batches vary in size."""
+        if self._has_fixed_size:
+            return self.shape.batch
+        return None
+
+    def make_share_spec(self, spec: BatchSpec) -> BatchSpec:
+        """Returns the specification of a share."""
+        if isinstance(spec, PreparedRows):
+            spec = spec.rows
+        return super().make_share_spec(spec)
+
+    def locate(self, drawn: Batch | None, fixed_size: int | None) -> LocatedBatch:
+        """Returns where the rows of this process are in the global batch."""
+        if self.selection.has_all_rows:
+            return super().locate(drawn, fixed_size)
+        if isinstance(drawn, PreparedRows):
+            first, _ = self.selection.find_rows(drawn.examples)
+            return LocatedBatch(drawn.rows, drawn.examples, first)
+        first, _ = self.selection.find_rows(self.shape.batch)
+        return LocatedBatch(drawn, self.shape.batch, first)
+
+    def list_compared(self, element: Batch) -> Batch:
+        """Returns the sizes of an element, because processes prepare different rows."""
+        if self.selection.has_all_rows:
+            return element
+        return list_sizes(element, self.shape.batch)
+
+
 def choose_sharing(
-    data_hooks: DataHooks, hooks: Hooks, shape: BatchShape, keeps_last_batch: bool
+    data_hooks: DataHooks, hooks: Hooks, shape: BatchShape, config: Config
 ) -> tuple[Sharing, HookedData]:
     """Chooses how elements become shares, based on ``count_examples`` of the first element.
 
@@ -302,13 +402,22 @@ def choose_sharing(
         SetupError: the elements are not batches, or have the wrong number of examples.
     """
     hook = hooks.count_examples
-    data = data_hooks.call(shape.batch)
+    keeps_last_batch = config.keeps_last_batch
+    data = data_hooks.call(shape.batch, selection=data_hooks.selection)
     spec = data.dataset.element_spec
     by_rows = counts_rows_of_spec(hook, data.hook, spec, shape.batch)
     element: Batch | None = None
     if by_rows is None or has_varying_widths(spec):
         element = data_hooks.read_first(data, shape.batch)
         by_rows = element is None or counts_rows(hook, data.hook, spec, element, shape.batch)
+    if data.mark is not None:
+        if not by_rows:
+            raise data.hook.reject(
+                "calls ctl.data.own_rows, but count_examples does not count the rows of its "
+                "elements, so each element would be a share; leave out own_rows."
+            )
+        examples = _count_marked_examples(data_hooks, data.mark, config)
+        return OwnRows(shape, data_hooks.selection, examples, hook), data
     if by_rows:
         is_batch = element is not None and int(count_rows(element)) == shape.batch
         if has_varying_widths(spec) and is_batch:
@@ -317,16 +426,33 @@ def choose_sharing(
     if shape.leaves > 1:
         data = data_hooks.call(shape.per_replica, data.reader)
         element = data_hooks.read_first(data, shape.per_replica)
-    examples = 0
+    size = 0
     if element is not None:
-        examples = read_count(hook, element) or 0
-    if examples * shape.leaves != shape.batch:
+        size = read_count(hook, element) or 0
+    if size * shape.leaves != shape.batch:
         raise data.hook.reject(
-            f"returned elements of {examples} examples, expected {shape.batch} / {shape.leaves}: "
+            f"returned elements of {size} examples, expected {shape.batch} / {shape.leaves}: "
             "since count_examples does not count rows, each element is the share of one replica; "
             "batch by per_replica_batch_size."
         )
     return ReadyShares(shape, keeps_last_batch, hook), data
+
+
+def _count_marked_examples(data_hooks: DataHooks, mark: Mark, config: Config) -> int | None:
+    """Returns the number of examples in a pass before ``ctl.data.own_rows``.
+
+    Returns None if they are endless, or if they would have to be counted but nothing needs the
+    number.
+    """
+    examples = mark.find_number_of_examples()
+    if examples is not None or mark.is_endless:
+        return examples
+    if not (config.keeps_last_batch or config.counts_epochs):
+        return None
+    with keep_seeds():
+        inspected = data_hooks.call(data_hooks.selection.batch).mark
+    assert inspected is not None
+    return inspected.count_examples()
 
 
 def counts_rows_of_spec(
@@ -473,7 +599,7 @@ def check_counts(dataset: tf.data.Dataset, count_examples: Hook) -> tf.data.Data
         return dataset
 
     def check(*element: Batch) -> Batch:
-        batch = _unpack(dataset, element)
+        batch = unpack_arguments(dataset, element)
         with check_count(count_examples, batch):
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
@@ -522,10 +648,3 @@ def explain_contradiction(count_examples: Hook, elements: Iterable[Batch], examp
 
 def _count_array_rows(element: Batch) -> int:
     return len(next(array for array in tf.nest.flatten(element) if array.ndim))
-
-
-def _unpack(dataset: tf.data.Dataset, arguments: tuple[Structure, ...]) -> Structure:
-    """Returns the dataset's element, given the arguments of a function in ``Dataset.map``."""
-    if not isinstance(dataset.element_spec, tuple):
-        return arguments[0]
-    return tf.nest.pack_sequence_as(dataset.element_spec, tf.nest.flatten(arguments))

@@ -28,18 +28,21 @@ from ctl_core.compat import (
 from ctl_core.hooks.hooks import Hook, Hooks
 from ctl_core.input.batches import (
     BatchShape,
+    LocatedBatch,
     Share,
     add_to_digest,
-    count_rows,
     distribute_shares,
     find_first_replica,
+    find_process_leaves,
     find_rows,
     take_batch_rows,
 )
 from ctl_core.input.data_hooks import DataHooks, HookedData
+from ctl_core.input.own_rows import RowSelection
 from ctl_core.input.prefetch import StackedBatches, read_ahead
 from ctl_core.input.readers import Reader
 from ctl_core.input.sharing import (
+    OwnRows,
     choose_sharing,
     explain_contradiction,
     is_contradiction,
@@ -75,6 +78,7 @@ class Input:
             (see ``Config.counts_epochs``)
         steps_per_pass: like ``steps_per_epoch``, but also set if no setting needs the number and
             TensorFlow knows it without reading the data
+        mark: the call of ``ctl.data.own_rows`` in the pipeline; None if there is none
         dataset: the dataset that ``stream`` reads
         stream: the tf.data iterator whose position is saved in each checkpoint; None before
             ``begin``
@@ -102,12 +106,17 @@ class Input:
         self._config = config
         self._strategy = strategy
         self._count_examples = hooks.count_examples
-        self._data_hooks = DataHooks(hooks, config.seed, shape.batch, shape.replicas)
-        self._second: tf.data.Dataset | None = None
-        self._sharing, data = choose_sharing(
-            self._data_hooks, hooks, shape, config.keeps_last_batch
+        selection = RowSelection(
+            batch=shape.batch,
+            leaves=shape.leaves,
+            process_leaves=find_process_leaves(shape, strategy),
+            keeps_last_batch=config.keeps_last_batch,
         )
+        self._data_hooks = DataHooks(hooks, config.seed, shape.replicas, selection)
+        self._second: HookedData | None = None
+        self._sharing, data = choose_sharing(self._data_hooks, hooks, shape, config)
         self._reader = data.reader
+        self.mark = data.mark
         element_spec = None
         if not self._sharing.by_rows:
             element_spec = data.dataset.element_spec
@@ -118,6 +127,8 @@ class Input:
         self.is_stream = data.is_stream
         cardinality = data.dataset.cardinality()
         self.is_endless = data.is_stream or bool(cardinality == tf.data.INFINITE_CARDINALITY)
+        if data.mark is not None:
+            self.is_endless = data.mark.is_endless
         self.steps_per_epoch = self._count_steps(data.dataset)
         self.steps_per_pass = self.steps_per_epoch
         if self.steps_per_epoch is None and not self.is_endless:
@@ -152,45 +163,47 @@ class Input:
         """
         return self.deal_out(self._sharing.draw(self._read))
 
-    def deal_out(self, batch: Batch | None) -> tuple[Deal, Count]:
+    def deal_out(self, drawn: Batch | None) -> tuple[Deal, Count]:
         """Returns the same values as ``draw``, for a global batch that has already been drawn.
 
         Args:
-            batch: the global batch; None if the shares are drawn one by one when they are used
+            drawn: the global batch, or the rows of this process; None if the shares are drawn one
+                by one when they are used
         """
         first = find_first_replica(self._strategy)
         replicas = range(first, first + count_local_replicas(self._strategy))
-        examples = self._fixed_size or count_rows(batch)
+        batch = self._sharing.locate(drawn, self._fixed_size)
         if self._drawn is not None:
-            self._drawn.assign_add(tf.cast(examples, tf.int64))
+            self._drawn.assign_add(tf.cast(batch.examples, tf.int64))
 
         def deal(micro_batch: Count) -> Share:
             if self.shape.logical_replicas is not None:
-                return self._deal_to_logical_replicas(batch, examples)
-            shares = self._sharing.take_shares(batch, examples, micro_batch, replicas, self._read)
+                return self._deal_to_logical_replicas(batch)
+            shares = self._sharing.take_shares(batch, micro_batch, replicas, self._read)
             return distribute_shares(self._strategy, shares)
 
-        return deal, examples
+        return deal, batch.examples
 
-    def _deal_to_logical_replicas(self, batch: Batch, examples: Count) -> Share:
+    def _deal_to_logical_replicas(self, batch: LocatedBatch) -> Share:
         """Returns a share with the rows, or packed elements, of each device's logical replicas."""
         leaves = self.shape.leaves
         rows: Count = leaves
         if self.shape.by_rows:
-            rows = examples
+            rows = batch.examples
         first_device = find_first_replica(self._strategy)
         end_device = first_device + count_local_replicas(self._strategy)
         shares = []
         for device_leaves in split_leaves(leaves, self.shape.replicas)[first_device:end_device]:
             first, size = find_rows(device_leaves, rows, leaves)
-            shares.append(Share(take_batch_rows(batch, first, size)))
+            shares.append(Share(take_batch_rows(batch.rows, first - batch.first_row, size)))
         return distribute_shares(self._strategy, shares)
 
     def _read(self) -> Batch:
         element = next(self.iterator)
         if self._digest is not None:
             with tf.device("CPU:0"):
-                self._digest.assign(add_to_digest(self._digest, element))
+                compared = self._sharing.list_compared(element)
+                self._digest.assign(add_to_digest(self._digest, compared))
         return element
 
     @property
@@ -235,20 +248,40 @@ class Input:
         # This process may have restored its position although another process could not.
         if self.reader is not None:
             self.reader.discard_position()
+        dropped = 0
+        selection = self._data_hooks.selection
+        if isinstance(self._sharing, OwnRows) and not self._config.overfit_batches:
+            # The batches are skipped before ``own_rows``, so none of their examples is prepared.
+            batches = selection.count_batches(skip, self._sharing.examples)
+            self._sharing = self._sharing.start_at(batches)
+            selection = self._sharing.selection
+            dropped = skip
         with draw_from(get_seed_generator()):
-            data = self._data_hooks.call(self._sharing.per_replica_batch_size, self._reader)
+            size = self._sharing.per_replica_batch_size
+            data = self._data_hooks.call(size, self._reader, selection)
             self._reader = data.reader
             self.reader, self.dataset = self._make_stream(data)
         self.begin(self.unit)
-        dropped = 0
         while dropped < skip:
             element = next(self.iterator)
             if self.shape.by_rows:
-                dropped += int(count_rows(element))
+                dropped += int(self._sharing.locate(element, self._fixed_size).examples)
             else:
                 dropped += self.shape.per_replica
         if self.reader is not None:
             self.reader.note_used(skip)
+
+    @property
+    def reads_mark_again(self) -> bool:
+        """True if a resumed run always reads the part before ``ctl.data.own_rows`` again.
+
+        In a cluster, each process would need a position of its own. After a run was resumed in this
+        way, its pipeline has other stages, so it cannot restore a position in the original one.
+        """
+        if not isinstance(self._sharing, OwnRows):
+            return False
+        selection = self._sharing.selection
+        return not selection.has_all_rows or selection.start > 0
 
     def has_free_order(self) -> bool:
         """Returns whether the order of the examples may differ from run to run."""
@@ -259,10 +292,13 @@ class Input:
     def make_pass(self) -> tf.data.Dataset:
         """Returns a dataset for inspection: one pass of batches or, for endless data, all batches.
 
-        If elements are shares, the dataset contains shares instead of global batches.
+        After ``ctl.data.own_rows``, the dataset is endless. If elements are shares, it contains
+        shares instead of global batches.
         """
-        dataset = self._look()
+        dataset = self._look().dataset
         self._second = None  # frees the memory of the dataset's data
+        if isinstance(self._sharing, OwnRows):
+            return self._sharing.make_global_batches(dataset)
         return self._sharing.make_batches(dataset, self.is_endless)
 
     def describe_shortage(self) -> str:
@@ -270,8 +306,13 @@ class Input:
 
         The message continues a sentence that begins with the name of the hook.
         """
-        counts = (read_count(self._count_examples, element) or 0 for element in self._look())
-        examples = sum(counts) or "an empty dataset, no"
+        inspected = self._look()
+        if inspected.mark is not None:
+            number = inspected.mark.count_examples()
+        else:
+            elements = inspected.dataset
+            number = sum(read_count(self._count_examples, element) or 0 for element in elements)
+        examples = number or "an empty dataset, no"
         size = f"one global batch of {self.shape.batch}"
         return f"returned {examples} examples, fewer than {size}; lower --batch-size."
 
@@ -283,7 +324,7 @@ class Input:
         if not is_contradiction(error):
             return None
         self._second = None  # this dataset may have been read already
-        elements = self._look().take(_MOST_EXPLAINED)
+        elements = self._look().dataset.take(_MOST_EXPLAINED)
         explanation = explain_contradiction(self._count_examples, elements, self.shape.batch)
         return f"{self.hook}: {explanation}."
 
@@ -298,7 +339,7 @@ class Input:
             return None
         self._second = None  # this dataset may have been read already
         deadline = time.monotonic() + _LONGEST_SEARCH
-        for stage in reversed(list(list_stages(self._look()))):  # the source comes first
+        for stage in reversed(list(list_stages(self._look().dataset))):  # the source comes first
             if has_function(stage):
                 (source,) = find_inputs(stage)
                 try:
@@ -309,11 +350,14 @@ class Input:
                     return element
         return None
 
-    def _look(self) -> tf.data.Dataset:
-        """Returns a second dataset for inspection, so that the training dataset stays unread."""
+    def _look(self) -> HookedData:
+        """Returns a second dataset for inspection, so that the training dataset stays unread.
+
+        The second dataset contains the rows of all processes.
+        """
         if self._second is None:
             size = self._sharing.per_replica_batch_size
-            self._second = self._data_hooks.call(size, self._reader).dataset
+            self._second = self._data_hooks.call(size, self._reader)
         return self._second
 
     def _make_stream(self, data: HookedData) -> tuple[Reader | None, tf.data.Dataset]:
@@ -334,7 +378,7 @@ class Input:
             dataset = reader.read(True, self._sharing.count_used, multiple)
         one_pass = self._sharing.make_batches(dataset, self.is_endless)
         stream = one_pass
-        if not self.is_endless:
+        if not self.is_endless and data.mark is None:
             stream = one_pass.repeat()
         if reader is not None:
             # A resumed run starts within a pass, and the rest of this pass may contain no batch.
@@ -359,7 +403,7 @@ class Input:
             return None
         steps = self._sharing.find_number_of_steps(dataset)
         if steps is None:
-            one_pass = self._sharing.make_batches(self._look(), self.is_endless)
+            one_pass = self._sharing.make_batches(self._look().dataset, self.is_endless)
             try:
                 elements = one_pass.reduce(np.int64(0), lambda count, *_: count + 1)
             except tf.errors.OpError as error:

@@ -82,6 +82,45 @@ def test_stages_of_pipelines(tmp_path: Path) -> None:
     assert [id(stage) for stage in compat.list_stages(shuffled)] == [id(shuffled), id(numbers)]
 
 
+def test_stages_that_keep_the_rows_of_a_dataset() -> None:
+    numbers = tf.data.Dataset.range(4)
+    kept = {
+        "map": numbers.map(lambda x: x),
+        "parallel_map": numbers.map(lambda x: x, 2),
+        "batch": numbers.batch(2),
+        "parallel_batch": numbers.batch(2, num_parallel_calls=2),
+        "padded_batch": numbers.padded_batch(2),
+        "prefetch": numbers.prefetch(2),
+        "options": numbers.with_options(tf.data.Options()),
+    }
+    for name, stage in kept.items():
+        assert compat.keeps_rows(stage)
+        assert compat.name_stage(stage) == name
+        assert compat.is_batch(stage) == ("batch" in name)
+        assert compat.is_padded_batch(stage) == ("padded" in name)
+        assert compat.is_map(stage) == ("map" in name)
+        assert not compat.drops_remainder(stage)
+    assert all(map(compat.keeps_rows, [*compat.list_stages(numbers.ragged_batch(2))][:-1]))
+    others = {
+        "filter": numbers.filter(lambda x: x > 1),
+        "flat_map": numbers.flat_map(tf.data.Dataset.from_tensors),
+        "shuffle": numbers.shuffle(2),
+        "cache": numbers.cache(),
+        "unbatch": numbers.batch(2).unbatch(),
+        "zip": numbers.enumerate(),
+    }
+    for name, stage in others.items():
+        assert not compat.keeps_rows(stage)
+        assert compat.name_stage(stage) == name
+    for number in (None, 2):
+        batches = numbers.batch(2, drop_remainder=True, num_parallel_calls=number)
+        assert compat.drops_remainder(batches)
+    assert compat.drops_remainder(numbers.padded_batch(2, drop_remainder=True))
+    lengths = numbers.bucket_by_sequence_length(lambda x: x, [2], [2, 2])
+    assert compat.groups_by_window(lengths)
+    assert not compat.groups_by_window(numbers)
+
+
 def test_graphs_of_functions_of_stages() -> None:
     numbers = tf.data.Dataset.range(4)
     (graph,) = compat.find_graphs(numbers.map(lambda x: x * 2))
