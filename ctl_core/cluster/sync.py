@@ -54,6 +54,7 @@ class LoopStatus:
         first: the first step whose loss was not finite, as in ``NonFinite``; the lowest counts
         latest: the latest step whose loss was not finite; the highest counts
         bad: the number of steps whose loss was not finite; the highest counts
+        has_weight: whether an evaluated sample weight was neither 0 nor NaN; one process is enough
     """
 
     steps_per_call: int
@@ -66,6 +67,7 @@ class LoopStatus:
     first: int = 2**62  # the same value as NEVER in numerics/not_finite.py
     latest: int = 0
     bad: int = 0
+    has_weight: bool = False
 
 
 # For these fields of ``LoopStatus``, the lowest value of all processes counts. For all other

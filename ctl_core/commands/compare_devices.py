@@ -232,7 +232,7 @@ def share_evaluation_data(state: State, evaluation_sets: dict[str, EvaluationSet
     for name, evaluation_set in state.evaluation.sets.items():
         first = evaluation_sets.setdefault(name, evaluation_set)
         evaluation_set.make = first.make
-        evaluation_set.spec = first.spec
+        evaluation_set.element_spec = first.element_spec
 
 
 def repeat_data(hooks: Hooks, batch_size: int, compared_size: int) -> Hooks:

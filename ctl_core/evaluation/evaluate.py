@@ -169,7 +169,7 @@ class Evaluation:
     def _find_problem(self, set_name: str, evaluation_set: EvaluationSet) -> str:
         """Returns the reason why the values of a set are meaningless; "" if there is none."""
         counted = float(evaluation_set.examples.result())
-        lacks_weight = evaluation_set.is_weighted and evaluation_set.weight == 0
+        lacks_weight = evaluation_set.is_weighted and not evaluation_set.has_weight
         if counted > 0 and not lacks_weight:
             return ""
         hooks = self._components.hooks
@@ -260,15 +260,20 @@ def add_all_batches(evaluation_set: EvaluationSet, sync: Sync, most: int) -> boo
     assert evaluation_set.run_steps is not None
     for metric in evaluation_set.accumulators:
         metric.reset_state()
-    evaluation_set.weight = 0.0
+    evaluation_set.has_weight = False
     iterator = iter(evaluation_set.make())
     steps_per_call = StepsPerCall(most)
     while True:
         with steps_per_call.measure(steps_per_call.limit) as steps:
             progress = evaluation_set.run_steps(iterator, tf.constant(steps, tf.int64))
             has_more = bool(progress.has_more)
-        evaluation_set.weight += float(progress.weight)
-        status = sync(LoopStatus(steps_per_call=steps_per_call.limit, data=int(progress.digest)))
+        status = LoopStatus(
+            steps_per_call=steps_per_call.limit,
+            data=int(progress.digest),
+            has_weight=float(progress.weight) > 0,
+        )
+        status = sync(status)
+        evaluation_set.has_weight |= status.has_weight
         steps_per_call.limit = status.steps_per_call
         if not has_more:
             return True
@@ -304,5 +309,6 @@ def create_evaluation(
             )
         return None
     data = EvaluationData(components, config, hooks.create_eval_dataset)
-    sets = {name: data.create_set(name, returned) for name, returned in data.call_hook().items()}
+    results = data.call_hook()
+    sets = {name: data.create_set(name, results) for name in results.sets}
     return Evaluation(components, recording, sets)

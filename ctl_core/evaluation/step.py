@@ -23,11 +23,13 @@ from ctl_core.compat import get_seed_generator, run_layers, run_replica
 from ctl_core.evaluation.sets import EvaluationSet
 from ctl_core.hooks.defaults import find_sample_weight, note_weighted, uses_weights
 from ctl_core.input.batches import (
+    LocatedBatch,
     Share,
     add_to_digest,
     count_rows,
     distribute_shares,
     find_first_replica,
+    list_sizes,
     take_share,
 )
 from ctl_core.model.components import Components, ForwardContext, TraceContext
@@ -72,7 +74,7 @@ def define_run_steps(
         shares: whether functions are traced once for all devices
     """
     step = EvaluationStep(components, evaluation_set, shares)
-    iterator_spec = tf.data.IteratorSpec(evaluation_set.spec)
+    iterator_spec = tf.data.IteratorSpec(evaluation_set.element_spec)
     signature = [iterator_spec, tf.TensorSpec([], tf.int64)]
 
     @tf.function(autograph=False, input_signature=signature)
@@ -150,15 +152,29 @@ class EvaluationStep:
         replicas: tf.Tensor = strategy.experimental_local_results(count)[0]
         return replicas == self._components.shape.replicas
 
-    def _add_global_batch(self, batch: Batch, progress: EvaluationProgress) -> EvaluationProgress:
+    def _add_global_batch(self, element: Batch, progress: EvaluationProgress) -> EvaluationProgress:
+        """Adds a global batch, or this process's rows of it; returns the progress afterwards."""
         if self._components.shape.logical_replicas is not None:
-            self._add_logical_replicas(batch)
+            self._add_logical_replicas(element)
         else:
-            self._add_replicas(batch)
+            self._add_replicas(element)
+        batch = self._locate(element)
         if self.has_peers:
+            compared = batch.rows
+            if self._set.selection is not None:
+                compared = list_sizes(batch.rows, batch.examples)
             with tf.device("CPU:0"):
-                progress = progress._replace(digest=add_to_digest(progress.digest, batch))
-        return self._add_weight(batch, progress)
+                progress = progress._replace(digest=add_to_digest(progress.digest, compared))
+        return self._add_weight(batch.rows, progress)
+
+    def _locate(self, element: Batch) -> LocatedBatch:
+        """Returns where the rows of an element of the dataset are in the global batch."""
+        if not self._components.shape.by_rows:
+            return LocatedBatch(element, 1)  # the element is the share of one replica
+        if self._set.selection is None:
+            return LocatedBatch(element, count_rows(element))
+        first, _ = self._set.selection.find_rows(element.examples)
+        return LocatedBatch(element.rows, element.examples, first)
 
     def _add_weight(self, batch: Batch, progress: EvaluationProgress) -> EvaluationProgress:
         """Adds the absolute sample weights of a batch, if its loss was multiplied by them."""
@@ -169,17 +185,18 @@ class EvaluationStep:
         size = tf.reduce_sum(tf.where(tf.math.is_nan(size), tf.zeros_like(size), size))
         return progress._replace(weight=progress.weight + size)
 
-    def _add_replicas(self, batch: Batch) -> None:
+    def _add_replicas(self, element: Batch) -> None:
         """Adds the shares of this process's replicas, each on its own replica."""
         strategy = self._components.strategy
         first = find_first_replica(strategy)
+        batch = self._locate(element)
         shares = [self._take_share(batch, first + i) for i in range(self._local_replicas)]
         variables = LeafVariables(self._set.written, takes_first=True)
         leaf = SharedFunction(partial(self._compute_share, variables), strategy)
         if not self._shares:
             leaf.obstacle = "an error is looked for"
         step = self._components.step_variable.read_value()
-        examples = self._count_rows(batch)
+        examples = batch.examples
 
         def add(share: Share) -> None:
             before = variables.read()
@@ -226,7 +243,7 @@ class EvaluationStep:
         generators = GeneratorStates(components, leaves, self._set.drawn)
         generators.assign(generators.derive(EVALUATION, step, number), index)
 
-    def _add_logical_replicas(self, batch: Batch) -> None:
+    def _add_logical_replicas(self, element: Batch) -> None:
         """Adds the results of all logical replicas.
 
         The results are summed along a tree that is the same for any number of devices.
@@ -240,11 +257,11 @@ class EvaluationStep:
         leaf = SharedFunction(partial(self._compute_leaf, variables), strategy, inlined=False)
         step = components.step_variable.read_value()
 
-        def run_device(batch: Batch) -> tuple[DeviceResult, list[tf.Tensor]]:
+        def run_device(element: Batch) -> tuple[DeviceResult, list[tf.Tensor]]:
             before = variables.read()
 
             def compute(index: tf.Tensor) -> tuple[LeafResult, BucketLayout]:
-                result: tuple[LeafResult, BucketLayout] = leaf(step, index, batch, before)
+                result: tuple[LeafResult, BucketLayout] = leaf(step, index, element, before)
                 return result
 
             return leaf_sum.add_up_device(get_device_number(), compute), before
@@ -257,7 +274,7 @@ class EvaluationStep:
             self._set.batches.update_state(1)
 
         result, before = leaf.run_again_if_not_shareable(
-            partial(strategy.run, run_device, args=(batch,))
+            partial(strategy.run, run_device, args=(element,))
         )
 
         def run(function: Callable[..., Any], *values: PerReplica) -> PerReplica:
@@ -271,7 +288,7 @@ class EvaluationStep:
         variables: LeafVariables,
         _: tf.Tensor,
         index: tf.Tensor,
-        batch: Batch,
+        element: Batch,
         before: list[tf.Tensor],
     ) -> tuple[LeafResult, BucketLayout]:
         """Evaluates a logical replica's share of a batch on a device.
@@ -279,27 +296,22 @@ class EvaluationStep:
         Args:
             variables: the variables that a logical replica writes, and those of metrics
             index: the index of the logical replica
-            batch: the global batch
+            element: the global batch, or this process's rows of it
             before: the values of the variables before the batch
         """
         leaves = self._components.shape.leaves
         with enter_logical_replica(index, leaves):
             self._assign_states(index)
             variables.begin_leaf(before)
+            batch = self._locate(element)
             share = self._take_share(batch, index)
             self._add_share(share)
-            weight = weigh_leaf(share, self._count_rows(batch), leaves)
+            weight = weigh_leaf(share, batch.examples, leaves)
             changes = variables.find_changes(before, share, weight)
         packing = GradientPacking(changes, BUCKET_BYTES)
         return LeafResult(packing.pack(changes), [], []), BucketLayout(packing)
 
-    def _count_rows(self, batch: Batch) -> Count:
-        """Returns the number of rows of a batch; 1 if the batch is the share of one replica."""
-        if not self._components.shape.by_rows:
-            return 1
-        return count_rows(batch)
-
-    def _take_share(self, batch: Batch, replica: Count) -> Share:
+    def _take_share(self, batch: LocatedBatch, replica: Count) -> Share:
         """Returns the share of a replica.
 
         If each element of the dataset is a share, the first replica evaluates the element, and the
@@ -308,9 +320,9 @@ class EvaluationStep:
         shape = self._components.shape
         replicas = shape.evaluation_leaves
         if shape.by_rows or replicas == 1:
-            return take_share(batch, count_rows(batch), replica, replicas)
+            return take_share(batch.rows, batch.examples, replica, replicas, batch.first_row)
         is_first = tf.equal(replica, 0)
-        return Share(batch, rows=tf.cast(is_first, tf.int32), present=is_first, leaf=replica)
+        return Share(batch.rows, rows=tf.cast(is_first, tf.int32), present=is_first, leaf=replica)
 
     def _add_share(self, share: Share) -> None:
         """Adds the share of one replica, on that replica."""
