@@ -46,9 +46,9 @@ from ctl_core.session.messages import (
     describe_end,
     describe_free_order,
     describe_left_out,
-    describe_memory,
     describe_new_leaves,
     describe_nonfinite,
+    describe_resources,
     describe_start,
     describe_weighting,
 )
@@ -298,12 +298,11 @@ class Trainer:
     def _print_start(self, going_on: bool) -> None:
         """Prints how training begins; ``going_on`` says whether there are steps left to take."""
         self._console.say(describe_start(self.state, self.start, self._schedule.last))
-        config = self.state.config
-        if going_on and (config.shard_optimizer or config.debug):
-            self._console.say(describe_memory(self.state))
-        if going_on and config.shard_optimizer and self.state.components.shards is None:
-            self._console.say("shard_optimizer has no effect with a single device.")
-        if going_on and self.start == 0:
+        if not going_on:
+            return
+        for line in describe_resources(self.state):
+            self._console.say(line)
+        if self.start == 0:
             self._console.say(f"the model has {count_parameters(self.state)}.")
             weighting = describe_weighting(self.state)
             if weighting is not None:

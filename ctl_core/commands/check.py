@@ -2,9 +2,10 @@
 
 First, a run of two steps is rehearsed, with all host hooks, an evaluation and a checkpoint.
 python_values.py finds Python values that host hooks change without any effect. Then the other
-commands are tried. Finally, compare_devices.py compares one device with three, and compare_bits.py
-compares them bit by bit if there are logical replicas. If a run of this name exists, it is neither
-read nor locked.
+commands are tried. compare_processes.py compares the data of one process with those of two if each
+process prepares its own rows. Finally, compare_devices.py compares one device with three, and
+compare_bits.py compares them bit by bit if there are logical replicas. If a run of this name
+exists, it is neither read nor locked.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ctl_core.commands.check_console import CheckConsole
 from ctl_core.commands.compare_bits import compare_bits
 from ctl_core.commands.compare_devices import DEVICES, compare_devices
 from ctl_core.commands.compare_graphs import find_difference
+from ctl_core.commands.compare_processes import compare_processes
 from ctl_core.commands.inherited import inherit_settings
 from ctl_core.commands.python_values import (
     Change,
@@ -119,6 +121,7 @@ def _check_alone(callbacks: Callbacks, config: Config) -> State:
         )
         state = Rehearsal(hooks, config, console).run()
         _use(hooks, config, console)
+        compare_processes(hooks, config, console, state)
         if state.data.has_free_order():
             # Otherwise, the two runs would have different batches, and the model would be blamed.
             config = dataclasses.replace(config, deterministic=True)

@@ -24,6 +24,7 @@ from ctl_core.commands.differences import Measurement, describe_differences, fin
 from ctl_core.commands.observation import ExtraLossHook, NoisySteps, Observer
 from ctl_core.evaluation.sets import EvaluationSet
 from ctl_core.hooks.hooks import Hooks
+from ctl_core.input.own_rows import repeat_marked_examples
 from ctl_core.model.state import State
 from ctl_core.numerics.rounding import round_coarsely
 from ctl_core.run.errors import CtlError, RunError, SetupError, format_error
@@ -254,7 +255,10 @@ def repeat_data(hooks: Hooks, batch_size: int, compared_size: int) -> Hooks:
         for name in {"global_batch_size", "per_replica_batch_size"} & values.keys():
             if values[name] == compared_size:
                 values[name] = min(batch_size, compared_size)
-        dataset = create_dataset.function(**values)
+        with repeat_marked_examples() as marked:
+            dataset = create_dataset.function(**values)
+        if marked:
+            return dataset
         is_pipeline = isinstance(dataset, tf.data.Dataset)
         if is_pipeline and dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
             return dataset.repeat()

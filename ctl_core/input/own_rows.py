@@ -8,6 +8,7 @@ of the pipeline prepares them one by one, and ``join_rows`` joins the prepared r
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from ctl_core.compat import (
     groups_by_window,
     has_free_order,
     is_batch,
+    is_map,
     is_padded_batch,
     keeps_rows,
     list_stages,
@@ -36,12 +38,15 @@ from ctl_core.input.batches import (
     take_batch_rows,
     unpack_arguments,
 )
-from ctl_core.numerics.randomness import find_random_ops
+from ctl_core.numerics.randomness import find_random_ops, list_nodes
 from ctl_core.types import Batch, Count
 
 # Ops that change a state outside of the pipeline. A generator of TensorFlow reads and skips its
 # random numbers; a random layer of Keras assigns the state of its generator.
 _STATEFUL_OPS = frozenset({"RngReadAndSkip", "AssignVariableOp", "AssignAddVariableOp"})
+# Ops that call a Python function, and ops that decode a picture or a sound.
+_PYTHON_OPS = frozenset({"PyFunc", "EagerPyFunc"})
+_DECODER = re.compile("Decode(AndCrop)?(Image|Jpeg|Png|Bmp|Gif|WebP|Wav)")
 _MARK = "ctl.data.own_rows"
 
 
@@ -228,6 +233,31 @@ class RowSelection:
         return passes * self.count_steps(examples) - (-rest // self.batch)
 
 
+@contextmanager
+def repeat_marked_examples() -> Iterator[list[tf.data.Dataset]]:
+    """Repeats the examples before each mark that is set inside the context, without end.
+
+    Yields the results of ``own_rows``.
+    """
+    select_rows = ROW_SELECTION.get()
+    assert select_rows is not None
+    results: list[tf.data.Dataset] = []
+
+    def select_repeated(
+        source: tf.data.Dataset, shuffle_from: ShuffleFrom | None
+    ) -> tf.data.Dataset:
+        if source.cardinality() != tf.data.INFINITE_CARDINALITY:
+            source = source.repeat()
+        results.append(select_rows(source, shuffle_from))
+        return results[-1]
+
+    token = ROW_SELECTION.set(select_repeated)
+    try:
+        yield results
+    finally:
+        ROW_SELECTION.reset(token)
+
+
 def find_mark(hook: Hook, dataset: tf.data.Dataset, marks: list[Mark]) -> Mark | None:
     """Returns the mark that a dataset is read from, or None if there is none.
 
@@ -304,3 +334,18 @@ def _refuse_stage(hook: Hook, stage: tf.data.Dataset) -> None:
                 f"({', '.join(ops)}); call ctl.data.with_seeds before {_MARK}, and use the seeds "
                 "with tf.random.stateless_*."
             )
+
+
+def find_expensive_op(dataset: tf.data.Dataset) -> str | None:
+    """Returns the type of an op in a ``map`` that takes long for each example; None if none does.
+
+    These are calls of Python functions, and decoders of pictures and sounds.
+    """
+    for stage in list_stages(dataset):
+        if not is_map(stage):
+            continue
+        for graph in find_graphs(stage):
+            for node in list_nodes(graph):
+                if node.op in _PYTHON_OPS or _DECODER.fullmatch(node.op):
+                    return str(node.op)
+    return None

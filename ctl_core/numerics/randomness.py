@@ -83,11 +83,16 @@ def find_random_ops(graph: tf.Graph, others: frozenset[str] = frozenset()) -> li
         graph: the graph to search, including the functions that it calls
         others: additional types of ops to look for
     """
+    return sorted({node.op for node in list_nodes(graph) if node.op in others or _draws(node)})
+
+
+def list_nodes(graph: tf.Graph) -> list[Any]:
+    """Returns the NodeDefs of the ops in a graph, and in the functions that it calls."""
     definition = graph.as_graph_def()
     nodes = list(definition.node)
     for function in definition.library.function:
         nodes += function.node_def
-    return sorted({node.op for node in nodes if node.op in others or _draws(node)})
+    return nodes
 
 
 def _draws(node: Any) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import keras
 
 from ctl_core.checkpoint.record import Record, find_best_step
 from ctl_core.cluster.strategy import read_peak_memory
+from ctl_core.input.own_rows import find_expensive_op
 from ctl_core.model.averages import has_own_statistics
 from ctl_core.model.components import Combination
 from ctl_core.model.shards import count_bytes
@@ -75,6 +77,18 @@ def _describe_devices(state: State) -> str:
     return text
 
 
+def describe_resources(state: State) -> Iterator[str]:
+    """Yields the lines about memory and data before the first step of this process."""
+    config = state.config
+    if config.shard_optimizer or config.debug:
+        yield describe_memory(state)
+    if config.shard_optimizer and state.components.shards is None:
+        yield "shard_optimizer has no effect with a single device."
+    shared = describe_shared_preparation(state)
+    if shared is not None:
+        yield shared
+
+
 def describe_memory(state: State) -> str:
     """Returns a line with the memory that variables take on each device of this process.
 
@@ -119,6 +133,24 @@ def describe_free_order(state: State) -> str:
         f"{state.data.hook}: with deterministic=False, the examples have another order in each "
         "run, so weights are not reproduced exactly, even after a resume; leave it out, or pass "
         "--deterministic."
+    )
+
+
+def describe_shared_preparation(state: State) -> str | None:
+    """Returns a line if each process of a cluster prepares every example, which takes long.
+
+    Returns None if there is a single process, if each process prepares only its rows, or if the
+    pipeline contains no stage that is known to take long.
+    """
+    processes = state.cluster.task.processes
+    if processes == 1 or state.data.mark is not None:
+        return None
+    op = find_expensive_op(state.data.dataset)
+    if op is None:
+        return None
+    return (
+        f"{state.data.hook}: each of the {processes} processes prepares every example ({op}); to "
+        "let each process prepare only its rows, call ctl.data.own_rows before this map."
     )
 
 

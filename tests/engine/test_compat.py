@@ -116,7 +116,7 @@ def test_stages_that_keep_the_rows_of_a_dataset() -> None:
         batches = numbers.batch(2, drop_remainder=True, num_parallel_calls=number)
         assert compat.drops_remainder(batches)
     assert compat.drops_remainder(numbers.padded_batch(2, drop_remainder=True))
-    lengths = numbers.bucket_by_sequence_length(lambda x: x, [2], [2, 2])
+    lengths = numbers.bucket_by_sequence_length(lambda x: tf.cast(x, tf.int32), [2], [2, 2])
     assert compat.groups_by_window(lengths)
     assert not compat.groups_by_window(numbers)
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ctl_core as ctl
+from ctl_core.commands.check import check as ctl_check
 from ctl_core.input.batches import find_start
 from ctl_core.input.own_rows import RowSelection
 from ctl_core.run.errors import CtlError, SetupError
+from ctl_core.session.messages import describe_shared_preparation
 from tests.golden import small
 from tests.helpers.project import Train
 
@@ -230,3 +233,94 @@ def test_examples_that_must_be_counted_are_counted_once(train: Train) -> None:
 
     state = train(small.hooks(create_dataset=create_dataset), steps=None, epochs=2)
     assert state.step == 2 * (66 // 16)
+
+
+# ---- --check -------------------------------------------------------------------------------------
+
+
+def subtract_mean(inputs: tf.Tensor, target: tf.Tensor) -> Any:
+    return inputs - tf.reduce_mean(inputs, 0), target
+
+
+def make_sets(function: Callable[..., Any]) -> dict[str, Callable[[], tf.data.Dataset]]:
+    """Returns the data hooks of a program whose pipeline ends with a function of batches."""
+
+    def create_dataset() -> tf.data.Dataset:
+        indices = tf.data.Dataset.range(small.EXAMPLES).shuffle(small.EXAMPLES, seed=1)
+        return ctl.data.own_rows(indices).map(load).batch(7).map(function)
+
+    def create_eval_dataset() -> tf.data.Dataset:
+        return ctl.data.own_rows(tf.data.Dataset.range(35)).map(load).batch(7).map(function)
+
+    return {"create_dataset": create_dataset, "create_eval_dataset": create_eval_dataset}
+
+
+def check(tmp_path: Path, hooks: Any, **settings: Any) -> Any:
+    config = ctl.Config(
+        steps=4, batch_size=16, learning_rate=0.01, last_batch="keep", runs_dir=str(tmp_path),
+        **settings,
+    )  # fmt: skip
+    return ctl_check(hooks, config)
+
+
+def test_check_compares_the_data_of_one_and_of_two_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(tmp_path, small.hooks(**make_sets(lambda *rows: rows)))
+    printed = capsys.readouterr().out
+    assert "the data of one and of 2 processes were compared: training, evaluation" in printed
+    assert "on one and on 3 devices were compared" in printed
+
+
+@pytest.mark.parametrize("hook", ["create_dataset", "create_eval_dataset"])
+def test_check_finds_functions_that_treat_rows_together(tmp_path: Path, hook: str) -> None:
+    sets = make_sets(lambda *rows: rows)
+    sets[hook] = make_sets(subtract_mean)[hook]
+    with pytest.raises(SetupError, match=rf"{hook} \(.*batch 0 .* two processes") as raised:
+        check(tmp_path, small.hooks(**sets))
+    assert len(str(raised.value).split()) <= 38
+
+
+# ---- The line about what every process prepares --------------------------------------------------
+
+
+def read_in_python(index: tf.Tensor) -> tf.Tensor:
+    return tf.numpy_function(lambda number: INPUTS[number], [index], tf.float32)
+
+
+def decode_if(index: tf.Tensor) -> tf.Tensor:
+    """Decodes a picture in a function that the function of the map calls."""
+    nothing = tf.zeros([1, 1, 3], tf.uint8)
+    return tf.cond(index > 2, lambda: tf.io.decode_jpeg(b"", channels=3), lambda: nothing)
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (read_in_python, "PyFunc"),
+        (lambda _: tf.io.decode_image(tf.io.read_file("picture.jpg")), "DecodeImage"),
+        (decode_if, "DecodeJpeg"),
+        (load, None),
+    ],
+)
+def test_a_map_that_every_process_repeats_is_named(
+    function: Callable[..., Any], op: str | None
+) -> None:
+    dataset = tf.data.Dataset.range(9).map(function).prefetch(2)
+
+    def describe(processes: int, mark: object = None) -> str | None:
+        state: Any = SimpleNamespace(
+            data=SimpleNamespace(dataset=dataset, mark=mark, hook="create_dataset"),
+            cluster=SimpleNamespace(task=SimpleNamespace(processes=processes)),
+        )
+        return describe_shared_preparation(state)
+
+    line = describe(3)
+    if op is None:
+        assert line is None
+        return
+    assert line is not None
+    assert f"each of the 3 processes prepares every example ({op})" in line
+    assert "ctl.data.own_rows" in line
+    assert describe(1) is None
+    assert describe(3, mark="a mark") is None

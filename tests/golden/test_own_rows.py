@@ -93,3 +93,4 @@ def test_killed_and_resumed_on_other_numbers_of_processes(trained: Path, tmp_pat
         log = (trained / f"{run}-{RESUMED}/train.log").read_text()
         assert f"resuming at step {LAST_SAVED}" in log
         assert "examples before ctl.data.own_rows; none of them is prepared again" in log
+        assert "prepares every example" not in log
