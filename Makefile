@@ -41,7 +41,9 @@ PIP = -m pip install --quiet --disable-pip-version-check
 # Two more than there are cores, for some tests wait for others' processes; each takes up to 3 GB.
 PROCESSES ?= $(shell "$(PYTHON)" -c 'import os; print(min(8, 2 + (os.cpu_count() or 2)))')
 # A process that crashes ends the tests: with another in its place they would wait for ever.
-PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses $(PROCESSES) --max-worker-restart 0 --dist loadfile \
+# TensorFlow in this environment is that for CPUs, so on a machine with a GPU each run would print
+# why it uses none.
+PYTEST = CUDA_VISIBLE_DEVICES= "$(VENV)/bin/python" -m pytest --numprocesses $(PROCESSES) --max-worker-restart 0 --dist loadfile \
 	--no-loadscope-reorder $(foreach place,browser ray slurm clouds trackers s3,--ignore tests/on_$(place)) --ignore tests/engine_net
 
 .PHONY: demo pictures check test test-slow test-all test-part mutations golden lint bench bench-engines prove exports soak generated release \

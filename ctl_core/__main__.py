@@ -36,7 +36,9 @@ from ctl_core.cluster import signals
 if __name__ == "__main__":  # before the slow imports
     signals.end_quietly()
 
-from ctl_core.run.errors import CtlError, PeerLost, format_error
+from ctl_core.machine.facts import has_avx
+from ctl_core.machine.installation import describe_missing_package
+from ctl_core.run.errors import CtlError, PeerLost, SetupError, format_error
 from ctl_core.run.hash_seed import restart_with_fixed_seed
 
 if __name__ == "__main__":  # before the imports that take time
@@ -49,6 +51,7 @@ try:
     from ctl_core.cluster import background, supervisor
     from ctl_core.cluster.task import LONGEST, Task, read_task
     from ctl_core.commands.cli import COMMANDS, Command, parse_command
+    from ctl_core.commands.doctor import examine
     from ctl_core.commands.stub import format_hook_stub, format_stub
     from ctl_core.hooks.callbacks_file import (
         HooksFile,
@@ -63,11 +66,7 @@ try:
     from ctl_core.run.output import keep_outputs, silence_stderr
     from ctl_core.run.settings import Config
 except ModuleNotFoundError as error:
-    print(
-        f"error: {error.name} is not installed in {sys.prefix}; in the project's folder, run: "
-        f"{sys.executable} -m pip install --editable .",
-        file=sys.stderr,
-    )
+    print(f"error: {describe_missing_package(str(error.name))}", file=sys.stderr)
     sys.exit(2)
 
 # The setting ``max_time`` counts from the start of the command, before the slow imports.
@@ -177,6 +176,8 @@ def _run(command: Command, argv: list[str], is_supervised: bool) -> int:
     if command.name == "hooks":
         _print_hooks(command.options["hook"], command.options["stub"])
         return 0
+    if command.name == "doctor":
+        return examine(command.options["deep"])
     config = command.config
     is_training = command.name == "train"
     task = Task()
@@ -376,10 +377,19 @@ def _import_libraries(debug: bool) -> None:
     """
     if "tensorflow" in sys.modules:
         return
+    if not has_avx():  # TensorFlow would end the process without a message of its own
+        raise SetupError(
+            "this processor has no AVX instructions, which TensorFlow needs; "
+            "python -m ctl_core doctor says what to do."
+        )
     gc.disable()
     try:
         with silence_stderr(not debug):
             importlib.import_module("keras")
+    except ModuleNotFoundError as error:
+        if error.name not in ("tensorflow", "keras"):
+            raise
+        raise SetupError(describe_missing_package(error.name)) from error
     finally:
         gc.enable()
     gc.freeze()

@@ -92,6 +92,7 @@ OPTIONS: dict[str, Any] = {
     ),
     "hook": (str | None, declare(None, "the hook to explain; null: the list of all")),
     "stub": (bool, declare(False, "print callbacks.py with all hooks, to begin from")),
+    "deep": (bool, declare(False, "also train a convolution on each GPU, compiled and not")),
 }
 _COMMON_SETTINGS = ("run_name", "runs_dir", "callbacks", "batch_size", "debug", "hparams")
 
@@ -139,6 +140,12 @@ COMMANDS = {
         ("hook", "stub"),
         (),
         "[HOOK] [--stub]",
+    ),
+    "doctor": Flags(
+        "explain why no GPU is used, and what to do",
+        ("deep",),
+        (),
+        "[--deep]",
     ),
 }
 
@@ -220,11 +227,12 @@ def parse_command(argv: Sequence[str]) -> Command:
         hint = suggest(command, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}."
         raise SetupError(f"unknown command {quote(command)}{hint}")
     is_training = command == "train"
-    if not is_training and words and not words[0].startswith("-"):
+    takes_name = command not in ("train", "doctor")
+    if takes_name and words and not words[0].startswith("-"):
         option = "hook" if command == "hooks" else "run-name"
         words[0] = f"--{option}={words[0]}"
     variables, flags, options = _read_words(command, words)
-    if command == "hooks":
+    if not COMMANDS[command].settings:
         return Command(command, Config(), options)
 
     notes = describe_variables()

@@ -43,6 +43,7 @@ EXAMPLES = {
         "grad_pre": "everything about one hook",
         "--stub": "all hooks as code, with their defaults",
     },
+    "doctor": {"--deep": "train on each GPU, too"},
 }
 _WIDTH = 78
 

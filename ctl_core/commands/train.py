@@ -13,6 +13,7 @@ from ctl_core.checkpoint.copying import copy_to_mirror
 from ctl_core.checkpoint.logical_replicas import settle_logical_replicas
 from ctl_core.checkpoint.mirror import fetch_run
 from ctl_core.checkpoint.source import find_start
+from ctl_core.cluster.missing_gpus import explain_missing_gpus
 from ctl_core.cluster.signals import Signals
 from ctl_core.cluster.strategy import find_task, has_missed_sigterm
 from ctl_core.cluster.sync import join_peers
@@ -141,6 +142,9 @@ def train_in_turn(callbacks: Any, config: Config, start: Start) -> State:
     ):
         for line in describe_untested():
             console.say(line)
+        missing_gpus = explain_missing_gpus(config)
+        if missing_gpus is not None:
+            console.warn(missing_gpus)
         state = create_state(callbacks, config, run, console)
         check_losses(state, console)
         trainer = Trainer(state, run, console, signals, watch, start.started)

@@ -19,6 +19,8 @@ class BatchNormalization(Layer):
     moving_variance: Variable
     synchronized: bool
 
+class Conv2D(Layer): ...
+
 class Discretization(_Adapted):
     bin_boundaries: Any
 
