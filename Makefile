@@ -52,7 +52,7 @@ PYTEST = CUDA_VISIBLE_DEVICES= "$(VENV)/bin/python" -m pytest --numprocesses $(P
 demo: $(DEMO_VENV)/.made
 	rm -rf demo
 	"$(DEMO_VENV)/bin/cookiecutter" . --no-input --default-config --output-dir demo
-	"$(DEMO_VENV)/bin/python" $(PIP) --editable demo/my_training
+	"$(DEMO_VENV)/bin/python" $(PIP) --editable "demo/my_training[cpu]"
 	VENV="$(DEMO_VENV)" demo/my_training/train.sh --run-name demo
 	@"$(DEMO_VENV)/bin/python" scripts/demo_result.py demo/my_training/runs/demo
 

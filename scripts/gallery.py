@@ -26,8 +26,7 @@ cd my_training
 ```
 
 `OWNER` stands for the account that hosts the template's repository. To use a clone, pass its path
-in place of `gh:OWNER/cookiecutter-tensorflow-ctl`. For NVIDIA GPUs, add `accelerator=gpu`; the
-default is TensorFlow for CPUs. To name the project, add `project_name=NAME`.
+in place of `gh:OWNER/cookiecutter-tensorflow-ctl`. To name the project, add `project_name=NAME`.
 
 Unless an example says otherwise, its times were measured on two CPU cores.
 """

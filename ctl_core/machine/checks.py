@@ -310,13 +310,16 @@ def check_build_for_cpus(facts: Facts) -> Finding | None:
     if build is None or build.is_cuda or len(facts.tensorflow.builds) > 1:
         return None
     gpus = describe_gpus(facts.driver.gpus) if facts.driver.gpus else "an NVIDIA GPU"
-    beginning = f"{describe_tensorflow(facts)} was built without GPU support"
+    tensorflow = describe_tensorflow(facts)
     if facts.processor not in ("x86_64", "AMD64"):
         return Finding(
-            f"{beginning}, as all of TensorFlow's packages for {facts.processor} are: use NVIDIA's "
-            "container nvcr.io/nvidia/tensorflow"
+            f"{tensorflow} was built without GPU support, as all of TensorFlow's packages for "
+            f"{facts.processor} are: use NVIDIA's container nvcr.io/nvidia/tensorflow"
         )
-    return Finding(f"{beginning}, and this machine has {gpus}: {_format_gpu_build(facts)}")
+    return Finding(
+        f"{tensorflow} was built without GPU support, and this machine has {gpus}: "
+        f"{_format_gpu_build(facts)}"
+    )
 
 
 def check_visible_devices(facts: Facts) -> Finding | None:
@@ -382,7 +385,7 @@ def _describe_capability(gpu: Gpu) -> str:
 
 
 def check_cudnn_for_old_gpu(facts: Facts) -> Finding | None:
-    """Newer versions of cuDNN have no kernels for Pascal and Volta."""
+    """Newer versions of cuDNN have no machine code for Pascal and Volta, so convolutions fail."""
     for library in facts.tensorflow.libraries:
         version = read_version(library.installed or "")
         if not library.package.startswith("nvidia-cudnn") or version is None:
@@ -393,7 +396,7 @@ def check_cudnn_for_old_gpu(facts: Facts) -> Finding | None:
             if gpu.capability < _OLDEST_GPU_OF_CUDNN and check_old_gpu(facts) is None:
                 requirement = f"{library.package}<{_format_version(_CUDNN_WITHOUT_OLD_GPUS)}"
                 return Finding(
-                    f"{library.package} {library.installed} has no convolutions for "
+                    f"{library.package} {library.installed} does not support "
                     f"{_describe_capability(gpu)}: {_format_installation(facts, requirement)}"
                 )
     return None

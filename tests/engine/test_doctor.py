@@ -5,8 +5,10 @@ All set-ups are simulated: a driver is a small C library that answers as the cas
 builds are those of its packages.
 """
 
+import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from ctl_core.__main__ import main
 from ctl_core.cluster import missing_gpus
 from ctl_core.commands import doctor
 from ctl_core.commands.gpu_trial import train_convolution
+from ctl_core.machine import checks
 from ctl_core.machine.checks import describe_health, diagnose
 from ctl_core.machine.driver import DriverAnswer, Gpu
 from ctl_core.machine.facts import Facts, Hardware, collect_facts, read_hardware
@@ -524,7 +527,7 @@ def test_a_cudnn_without_kernels_for_an_old_gpu(
     driver = HEALTHY.driver._replace(gpus=(Gpu("NVIDIA V", capability),))
     facts = HEALTHY._replace(tensorflow=tensorflow, driver=driver)
     if is_named:
-        check_lines(facts, "has no convolutions for NVIDIA V", '"nvidia-cudnn-cu12<9.11"')
+        check_lines(facts, "does not support NVIDIA V", '"nvidia-cudnn-cu12<9.11"')
     else:
         assert diagnose(facts) == []
 
@@ -643,3 +646,30 @@ def test_a_run_on_a_machine_that_looks_healthy_names_the_command(
     assert missing_gpus.explain_missing_gpus(several) is None
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda _: ["GPU:0"])
     assert missing_gpus.explain_missing_gpus(ctl_core.Config(steps=1)) is None
+
+
+# ---- The page ------------------------------------------------------------------------------------
+
+
+def list_messages() -> list[str]:
+    """Returns the text of each finding in the source of the checks, with … for each value."""
+    messages = []
+    for node in ast.walk(ast.parse(Path(checks.__file__).read_text("utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Finding":
+            text = node.args[0]
+            parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+            messages.append(
+                "".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in parts)
+            )
+    return messages
+
+
+def test_the_page_explains_each_line() -> None:
+    """Each row of the page quotes a line of the doctor, and each line has a row."""
+    page = Path(ctl_core.__file__).parents[1] / "docs" / "gpu-not-found.md"
+    _, _, table = page.read_text("utf-8").partition("\n## What the lines mean\n")
+    rows = re.findall(r"^`([^`]+)` \| .+", table.partition("\n## ")[0], re.MULTILINE)
+    messages = list_messages()
+    assert len(messages) > 25
+    assert [row for row in rows if not any(row in message for message in messages)] == []
+    assert [m for m in messages if not any(row in m for row in rows)] == []

@@ -20,7 +20,7 @@ vertex = pytest.importorskip("google.cloud.aiplatform_v1.types")
 __all__ = ["environment", "render"]
 
 
-@pytest.fixture(params=["cpu", "gpu"])
+@pytest.fixture(params=["auto", "cpu", "gpu"])
 def launch(request: Any, render: Any, tmp_path: Path) -> Path:
     """Returns the folder launch/ of a project with the files for all launchers."""
     choices = {"launch": "all", "accelerator": request.param}

@@ -180,7 +180,7 @@ def test_commands_in_sentences_and_of_marked_blocks_are_understood(
             if not is_command or "SETTING" in text:
                 continue
             words = [word for word in Command(text, "").words() if word != "--background"]
-            if words[0] == "hooks" or "--help" in words:
+            if words[0] in ("hooks", "doctor") or "--help" in words:
                 assert main([words[0], "--help"]) == 0, line
             else:
                 parse_command(words)

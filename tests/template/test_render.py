@@ -100,24 +100,42 @@ def find_tensorflow(requirements: list[Requirement], machine: str, platform: str
     ]
 
 
+def check_tensorflow(requirements: list[Requirement], is_small: bool) -> None:
+    """Asserts which TensorFlow each machine gets.
+
+    Args:
+        requirements: the requirements of a project or of an extra
+        is_small: whether they ask for the build without GPU support, where it exists
+    """
+    small = "tensorflow-cpu" if is_small else None
+    linux = small or "tensorflow[and-cuda]"
+    assert find_tensorflow(requirements, "x86_64", "linux") == [linux]
+    assert find_tensorflow(requirements, "AMD64", "win32") == [small or "tensorflow"]
+    assert find_tensorflow(requirements, "arm64", "darwin") == ["tensorflow"]
+    assert find_tensorflow(requirements, "aarch64", "linux") == ["tensorflow" if small else linux]
+
+
 def test_pyproject_of_each_project(projects: list[Project]) -> None:
     """pyproject.toml names the license, each machine's TensorFlow, and packages of own files."""
     for answers, _, _, settings in projects:
         metadata = settings["project"]
+        extras = dict(metadata["optional-dependencies"])
         assert metadata.get("license", "none") == answers["license"]
         assert metadata["authors"] == [{"name": "Your Name"}]
         needed = [Requirement(text) for text in metadata["dependencies"]]
-        small = "tensorflow-cpu" if answers["accelerator"] == "cpu" else None
-        linux = small or "tensorflow[and-cuda]"
-        assert find_tensorflow(needed, "x86_64", "linux") == [linux]
-        assert find_tensorflow(needed, "AMD64", "win32") == [small or "tensorflow"]
-        assert find_tensorflow(needed, "arm64", "darwin") == ["tensorflow"]
-        assert find_tensorflow(needed, "aarch64", "linux") == ["tensorflow" if small else linux]
+        builds = {answers["accelerator"]: needed}
+        if answers["accelerator"] == "auto":
+            assert not [requirement for requirement in needed if "tensorflow" in requirement.name]
+            builds = {name: list(map(Requirement, extras.pop(name))) for name in ("cpu", "gpu")}
+            pair = [{"extra": "cpu"}, {"extra": "gpu"}]
+            assert settings["tool"]["uv"]["conflicts"] == [pair]
+        for name, requirements in builds.items():
+            check_tensorflow(requirements, is_small=name == "cpu")
         names = {requirement.name.removesuffix("-skinny") for requirement in needed}
         expected = {TRACKERS[answers["tracker"]]} if answers["tracker"] != "none" else set()
         assert names & {*TRACKERS.values()} == expected
         # uv reads dependency groups, and pip reads optional dependencies.
-        assert settings["dependency-groups"] == metadata["optional-dependencies"]
+        assert settings["dependency-groups"] == extras
         assert ("ray" in settings["dependency-groups"]) == (answers["launch"] in ("ray", "all"))
         tool = settings["tool"]
         project_files = {"callbacks.py", "config.yaml"}
@@ -177,6 +195,8 @@ def test_yaml_files_of_each_project(projects: list[Project]) -> None:
         dev = project.settings["project"]["optional-dependencies"]["dev"]
         names = {Requirement(text).name.removesuffix("-py") for text in dev}
         assert {command.split()[0] for command in commands[1:]} <= names
+        extra = "cpu," if project.answers["accelerator"] == "auto" else ""
+        assert commands[0] == f'python -m pip install -e ".[{extra}dev]"'
         for hook in repository["hooks"]:
             assert set(hook["additional_dependencies"]) <= set(dev)
 
@@ -233,7 +253,8 @@ def test_same_tool_settings_as_this_repository(digits: Path) -> None:
     """
     here = tomllib.loads((ROOT / "pyproject.toml").read_text())
     there = tomllib.loads((digits / "pyproject.toml").read_text())
-    assert here["project"]["dependencies"] == there["project"]["dependencies"]
+    cpu_build = there["project"]["optional-dependencies"]["cpu"]
+    assert here["project"]["dependencies"] == cpu_build + there["project"]["dependencies"]
     assert here["tool"]["ruff"]["line-length"] == there["tool"]["ruff"]["line-length"]
     lint = here["tool"]["ruff"]["lint"]
     del lint["mccabe"], lint["pylint"], lint["per-file-ignores"]

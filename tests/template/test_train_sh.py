@@ -7,22 +7,24 @@ how it was called. The last tests train in the environment that runs the tests.
 import functools
 import json
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.rendering import Run
+from tests.helpers.rendering import Render, Run
 from tests.helpers.waiting import wait_until
 
 # All programs that train.sh calls. PATH contains only these, so that uv can be missing and python3
 # can be replaced.
-TOOLS = "bash sh cat cksum date dirname flock mkdir nohup readlink rmdir sed sleep"
+TOOLS = "bash sh cat cksum date dirname flock mkdir nohup readlink rmdir sed sleep uname"
 # Each call is recorded as a JSON list on one line, with the folder first.
 STAND_IN = """#!{python}
 import json, os, pathlib, shutil, sys, time
@@ -60,7 +62,13 @@ class Place:
         self.folder = folder
         self.project = folder / "my project"
         self.project.mkdir()
-        shutil.copy(source / "train.sh", self.project)
+        # The devices of this machine are replaced by files in a folder.
+        text = (source / "train.sh").read_text()
+        for name in ("/dev/nvidia", "/usr/lib/wsl/"):
+            assert name in text
+            text = text.replace(name, f"{folder}{name}")
+        (self.project / "train.sh").write_text(text)
+        (self.project / "train.sh").chmod(0o755)
         shutil.copy(source / "pyproject.toml", self.project)
         self.tools = folder / "tools"
         self.tools.mkdir()
@@ -71,7 +79,7 @@ class Place:
         self.stand_in.write_text(STAND_IN.format(python=sys.executable, here=str(folder)))
         self.stand_in.chmod(0o755)
         (self.tools / "python3").symlink_to(self.stand_in)
-        names = ("VENV", "VIRTUAL_ENV", "PWD", "CDPATH")
+        names = ("ACCELERATOR", "VENV", "VIRTUAL_ENV", "PWD", "CDPATH")
         kept = {name: value for name, value in environment.items() if name not in names}
         self.environment = kept | {"PATH": str(self.tools)}
 
@@ -114,7 +122,8 @@ class Place:
 
 
 MAKING = ["-m", "venv", "--clear", ".venv"]
-INSTALLATION = ["-m", "pip", "install", "--disable-pip-version-check", "--editable", ".", "--quiet"]
+PIP = ["-m", "pip", "install", "--disable-pip-version-check", "--editable"]
+INSTALLATION = [*PIP, ".[cpu]", "--quiet"]
 
 
 def training(*arguments: str) -> list[str]:
@@ -166,8 +175,9 @@ def test_order_of_environments(place: Place) -> None:
     assert (place.project / ".venv").is_dir()
 
 
-def installing(place: Place) -> str:
-    return f"train.sh: installing the packages of pyproject.toml into {place.project}/.venv"
+def installing(place: Place, extra: str = "cpu") -> str:
+    packages = f"the packages of pyproject.toml and its extra {extra}"
+    return f"train.sh: installing {packages} into {place.project}/.venv"
 
 
 def test_train_sh_installs_when_it_has_to(place: Place) -> None:
@@ -191,7 +201,7 @@ def test_uv_is_used_when_there(place: Place) -> None:
     """uv installs again if uv.lock has changed, for example through a colleague's commit."""
     (place.tools / "uv").symlink_to(place.stand_in)
     making = ["venv", "--quiet", "--seed", "--clear", ".venv"]
-    installation = ["sync", "--inexact", "--no-dev", "--quiet"]
+    installation = ["sync", "--inexact", "--no-dev", "--extra", "cpu", "--quiet"]
     for expected in ([making, installation], [], [installation], []):
         assert place.train()[0] == 0
         assert place.calls() == [*expected, training()]
@@ -201,6 +211,103 @@ def test_uv_is_used_when_there(place: Place) -> None:
     (place.project / ".venv" / "bin" / "python").unlink()
     assert place.train()[0] == 0
     assert place.calls() == [making, installation, training()]
+
+
+def add_device(place: Place) -> None:
+    (place.folder / "dev").mkdir()
+    (place.folder / "dev" / "nvidia0").touch()
+
+
+def add_windows_driver(place: Place) -> None:
+    library = place.folder / "usr" / "lib" / "wsl" / "lib" / "libcuda.so.1"
+    library.parent.mkdir(parents=True)
+    library.touch()
+
+
+def add_nvidia_smi(place: Place) -> None:
+    """Adds a driver that creates its device files only when it is used."""
+    program = place.tools / "nvidia-smi"
+    program.write_text(f"#!{place.tools}/sh\necho 'GPU 0: NVIDIA T (UUID: GPU-1)'\n")
+    program.chmod(0o755)
+
+
+ON_LINUX = pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"),
+    reason="TensorFlow supports GPUs only in Linux on x86-64",
+)
+
+
+@ON_LINUX
+@pytest.mark.parametrize("add_gpu", [add_device, add_windows_driver, add_nvidia_smi])
+def test_a_gpu_chooses_tensorflow_for_gpus(place: Place, add_gpu: Callable[[Place], None]) -> None:
+    add_gpu(place)
+    assert place.train() == (0, [installing(place, "gpu")])
+    assert place.calls() == [MAKING, [*PIP, ".[gpu]", "--quiet"], training()]
+    assert place.train() == (0, [])
+    assert place.calls() == [training()]
+
+
+def test_an_nvidia_smi_without_a_gpu_is_no_gpu(place: Place) -> None:
+    """As on a login node: the program is installed, and finds no driver."""
+    program = place.tools / "nvidia-smi"
+    program.write_text(f"#!{place.tools}/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    program.chmod(0o755)
+    assert place.train() == (0, [installing(place)])
+
+
+@ON_LINUX
+def test_the_choice_is_made_once(place: Place) -> None:
+    """Nodes that share a folder share its environment. No start on another node changes it."""
+    assert place.train() == (0, [installing(place)])
+    place.calls()
+    add_device(place)
+    assert place.train() == (0, [])  # the training says why it uses no GPU
+    assert place.calls() == [training()]
+    # The packages of both builds have the same files, so a new environment is created.
+    assert place.train(ACCELERATOR="gpu") == (0, [installing(place, "gpu")])
+    assert place.calls() == [MAKING, [*PIP, ".[gpu]", "--quiet"], training()]
+    shutil.rmtree(place.folder / "dev")
+    code, (line,) = place.train()
+    assert code == 0
+    assert line.startswith("train.sh: this machine has no NVIDIA GPU")
+    assert place.calls() == [training()]
+
+
+@ON_LINUX
+def test_a_node_that_starts_during_an_installation_keeps_its_choice(place: Place) -> None:
+    place.set("slow", "1")
+    with place.start() as first:
+        choice = place.project / ".venv" / ".accelerator"
+        wait_until(choice.exists, explain=lambda: "no choice")
+        add_device(place)
+        assert place.train()[0] == 0
+        assert first.wait() == 0
+    calls = place.calls()
+    assert [words[-2] for words in calls if "pip" in words] == [".[cpu]"]
+    assert choice.read_text() == "cpu\n"
+
+
+def test_accelerator_is_checked(place: Place) -> None:
+    expected = "train.sh: ACCELERATOR is 'tpu': expected cpu or gpu"
+    assert place.train(ACCELERATOR="tpu") == (2, [expected])
+    env = place.make_environment("env")
+    code, (line,) = place.train(ACCELERATOR="gpu", VENV=str(env))
+    assert code == 0
+    assert "ACCELERATOR has no effect" in line
+
+
+def test_a_project_with_one_tensorflow_installs_it(
+    place: Place, render: Render, tmp_path: Path
+) -> None:
+    """Its pyproject.toml has no extras to choose from."""
+    project = render(tmp_path / "of one", accelerator="gpu", example="blank")
+    shutil.copy(project / "pyproject.toml", place.project)
+    code, (line,) = place.train(ACCELERATOR="cpu")
+    assert code == 2
+    assert "pyproject.toml has no extras" in line
+    printed = f"train.sh: installing the packages of pyproject.toml into {place.project}/.venv"
+    assert place.train() == (0, [printed])
+    assert place.calls() == [MAKING, [*PIP, ".", "--quiet"], training()]
 
 
 def test_failed_installation(place: Place) -> None:
@@ -247,12 +354,12 @@ def test_no_usable_python(place: Place) -> None:
 def test_an_environment_without_the_packages(digits: Path, tmp_path: Path, run: Run) -> None:
     env = tmp_path / "cookiecutter"
     run(sys.executable, "-m", "venv", "--without-pip", env, cwd=tmp_path)
-    train, install = digits / "train.sh", f"{env}/bin/python -m pip install --editable .\n"
+    train, install = digits / "train.sh", f"{env}/bin/python -m pip install --editable"
     named = {"VIRTUAL_ENV": str(env), "PYTHONDONTWRITEBYTECODE": "1"}
     done = run(train, cwd=digits, check=False, **named)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f" is not installed in {env}; " in done.stderr
-    assert done.stderr.endswith(install)
+    assert re.search(re.escape(install) + r' "\.\[[cg]pu\]"\n$', done.stderr)
 
 
 @pytest.mark.slow

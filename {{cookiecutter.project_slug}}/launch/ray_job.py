@@ -1,6 +1,6 @@
 """Trains on Ray, which chooses the nodes of the workers, and restarts all workers if one is lost.
 
-    pip install -e ".[ray]"
+    pip install -e ".[{% if cookiecutter.accelerator == "auto" %}gpu,{% endif %}ray]"{% if cookiecutter.accelerator == "auto" %}   # without GPUs: ".[cpu,ray]"{% endif %}
     python launch/ray_job.py --num-workers 2-4 --use-gpu -- --run-name a --steps 10000
 
 Each worker runs ``python -m ctl_core train`` with the settings that follow ``--``. Ray connects

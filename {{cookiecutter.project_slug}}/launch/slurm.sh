@@ -16,7 +16,8 @@
 # the cluster. (SECURITY.md)
 #
 # If the nodes have no access to the internet, run ./train.sh --check once on the machine from which you
-# submit. It creates .venv.
+# submit. It creates .venv.{% if cookiecutter.accelerator == "auto" %} If only the nodes have GPUs, put ACCELERATOR=gpu before this command, also if
+# the submitting machine has created .venv before.{% endif %}
 #
 #SBATCH --job-name=train
 #SBATCH --nodes=2
