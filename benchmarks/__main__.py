@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import first_step, processes
+from benchmarks import first_step, own_rows, processes
 from benchmarks.page import parse_printed, print_plainly, put_into
 from benchmarks.report import GOALS, GPU_GOALS, Memory, Results, Timing, print_report
 
@@ -39,6 +39,7 @@ SECTIONS: list[tuple[int, list[str]]] = [
 MIXED = ["mlp/50/mixed_float16", "cnn/50/mixed_float16", "transformer/50/mixed_float16"]
 OWN_PROCESS = "start"
 CLUSTER = "processes"
+INPUT_OF_CLUSTER = "own_rows"
 NAMES = sorted({section.split("/")[0] for _, names in SECTIONS for section in names})
 
 
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measures, and prints the report; returns the exit code."""
     arguments = _parse(argv)
     begun = time.monotonic()
-    chosen = arguments.only or [*NAMES, OWN_PROCESS, CLUSTER]
+    chosen = arguments.only or [*NAMES, OWN_PROCESS, CLUSTER, INPUT_OF_CLUSTER]
     rounds = arguments.rounds
     timings: list[Timing] = []
     memory = None
@@ -76,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         timings += first_step.measure(max(1, rounds // 2), device)
     if CLUSTER in chosen and device == "cpu":
         timings += processes.measure(rounds)
+    if INPUT_OF_CLUSTER in chosen and device == "cpu":
+        timings += own_rows.measure(rounds)
     results = Results(timings, memory, GPU_GOALS if device == "gpu" else GOALS)
     notes = _notes(device, rounds, time.monotonic() - begun)
     print_report(results, Console(width=None if sys.stdout.isatty() else 160), notes)
@@ -89,7 +92,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         action="append",
-        choices=[*NAMES, OWN_PROCESS, CLUSTER],
+        choices=[*NAMES, OWN_PROCESS, CLUSTER, INPUT_OF_CLUSTER],
         help="one workload or measurement (may be given several times)",
     )
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
@@ -125,6 +128,10 @@ def _notes(device: str, rounds: int, seconds: float) -> list[str]:
         "The column `input alone` shows the time for reading batches without training. In the "
         "column `many steps`, each call takes 50 steps, or 10 if the loss is read every 10 steps. "
         "In the column `saving`, a checkpoint is written every 100 steps.",
+        "In the row called `input of 2 ms`, preparing an example takes about two milliseconds, and "
+        "each process has one core. With `ctl.data.own_rows`, each of the two processes in the "
+        "column `engine` prepares half of the examples. In the column `whole input`, each prepares "
+        "all of them.",
     ]
 
 

@@ -31,9 +31,23 @@ SHARDS = "engine, shards"
 FLOOR = "floor"
 INPUT = "input alone"
 IN_GRAPH = "textbook loop in the graph"
+# Only measured in a section of their own, whose input takes long: a single process, and processes
+# that each prepare every example.
+ALONE = "engine, 1 process"
+WHOLE_INPUT = "engine, whole input"
 EVALUATE = "Keras evaluate"
 EVALUATE_MANY = "Keras evaluate, many steps"
-OURS = ("engine", COMPILED, UNCOMPILED, SAVING, LOGICAL, MICRO_BATCHES, SHARDS)
+OURS = (
+    "engine",
+    COMPILED,
+    UNCOMPILED,
+    SAVING,
+    LOGICAL,
+    MICRO_BATCHES,
+    SHARDS,
+    ALONE,
+    WHOLE_INPUT,
+)
 # A process that only imports TensorFlow and Keras, which is a part of the time of a first step.
 IMPORTS = "imports alone"
 PARTS = (FLOOR, INPUT, IMPORTS)  # each is only a part of training
@@ -48,6 +62,8 @@ COLUMNS = {
     "4 logical": (LOGICAL,),
     "4 micro": (MICRO_BATCHES,),
     "shards": (SHARDS,),
+    "1 process": (ALONE,),
+    "whole input": (WHOLE_INPUT,),
     "Keras": (FIT, EVALUATE),
     "many steps": (MANY, EVALUATE_MANY),
     "textbook loop": (TEXTBOOK,),
@@ -128,6 +144,7 @@ class Goal(NamedTuple):
 
 ENGINE = ("engine",)
 CLUSTER: Key = ("mlp, 2 processes", 2, 0)
+OWN_ROWS: Key = ("input of 2 ms, 2 processes", 2, 0)
 START: Key = ("first step", 1, 0)
 START_OF_TRANSFORMER = "20 steps of a new process, transformer"
 GOALS = [
@@ -149,6 +166,8 @@ GOALS = [
     *(Goal(("cnn", devices, 50), (TEXTBOOK,), ENGINE, 1.6) for devices in (2, 4)),
     Goal(CLUSTER, (TEXTBOOK,), ENGINE, 2.6),
     Goal(CLUSTER, (IN_GRAPH,), ENGINE, 1.6),
+    Goal(OWN_ROWS, (ALONE,), ENGINE, 1.8),
+    Goal(OWN_ROWS, (ALONE,), (WHOLE_INPUT,), 1.1, at_most=True),
     Goal(("images", 1, 50), ENGINE, (INPUT,), 1.05, at_most=True),
     # The imports, which are part of both times, take three quarters of the time of ``fit``.
     Goal(START, ENGINE, (FIT,), 0.95, at_most=True),
