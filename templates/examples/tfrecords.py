@@ -75,8 +75,9 @@ def parse_and_shift(record, seed):
 def create_dataset(global_batch_size, config):
     """Reads all files in parallel, without end.
 
-    A checkpoint holds the shuffle's buffer, so that a resumed run continues with the next example.
-    The buffer has 1000 images as they are in the files, here half a megabyte.
+    In a cluster, every process reads all records, but decodes only its own rows of each batch. A
+    checkpoint of a single process holds the shuffle's buffer, so that a resumed run continues with
+    the next example. The buffer has 1000 images as they are in the files, here half a megabyte.
     """
     paths = list_files("train")
     records = tf.data.Dataset.from_tensor_slices(paths).interleave(
@@ -87,12 +88,14 @@ def create_dataset(global_batch_size, config):
     )
     shuffled = records.shuffle(1000, config.seed)
     seeded = ctl.data.with_seeds(shuffled, config.seed)
-    return seeded.map(parse_and_shift, tf.data.AUTOTUNE).batch(global_batch_size)
+    rows = ctl.data.own_rows(seeded)
+    return rows.map(parse_and_shift, tf.data.AUTOTUNE).batch(global_batch_size)
 
 
 def read_once(split, batch_size):
     """Returns the batches of one pass over a split."""
-    return tf.data.TFRecordDataset(list_files(split)).map(parse).batch(batch_size)
+    records = ctl.data.own_rows(tf.data.TFRecordDataset(list_files(split)))
+    return records.map(parse).batch(batch_size)
 
 
 def create_eval_dataset(global_batch_size):

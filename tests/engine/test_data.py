@@ -152,7 +152,9 @@ def test_code_of_the_pages_on_data_trains_and_resumes(
     pytest.importorskip("grain")
     (tmp_path / "data").symlink_to(TEMPLATE / "data")
     monkeypatch.chdir(tmp_path)
-    pages = (ROOT / "docs" / f"{name}.md" for name in ("data", "readers", "large-datasets"))
+    pages = (
+        ROOT / "docs" / f"{name}.md" for name in ("data", "readers", "large-datasets", "clusters")
+    )
     text = "".join(page.read_text() for page in pages)
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     shown: dict[str, Any] = {"__file__": str(tmp_path / "callbacks.py")}
@@ -166,5 +168,5 @@ def test_code_of_the_pages_on_data_trains_and_resumes(
         program = partial(make_hooks, create_dataset=shown["create_dataset"], **hooks)
         assert_resumes(train, program, runs=tmp_path / f"runs-{number}")
         trained += 1
-    assert trained == 4
+    assert trained == 5
     assert "warning" not in capsys.readouterr().out
