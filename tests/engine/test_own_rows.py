@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ctl_core as ctl
@@ -65,6 +65,8 @@ def read_rows(selection: RowSelection, examples: int, steps: int) -> list[list[i
     keeps_last_batch=st.booleans(),
     start=st.integers(0, 9),
 )
+# A global batch that is smaller than the number of processes.
+@example(examples=7, batch=2, processes=4, leaves_per_process=1, keeps_last_batch=False, start=1)
 def test_joined_rows_are_those_of_one_process(
     examples: int,
     batch: int,
