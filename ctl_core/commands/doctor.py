@@ -31,12 +31,10 @@ def examine(is_deep: bool) -> int:
     for finding in findings:
         kind = "error" if finding.is_blocking else "warning"
         print(f"{kind}: {finding.text}", flush=True)
-    if not findings:
+    can_train = not is_deep or _try_gpus(facts)
+    if not findings and can_train:
         print(describe_health(facts), flush=True)
-    has_failed = any(finding.is_blocking for finding in findings)
-    if is_deep:
-        has_failed |= not _try_gpus(facts)
-    return int(has_failed)
+    return int(not can_train or any(finding.is_blocking for finding in findings))
 
 
 def _try_gpus(facts: Facts) -> bool:

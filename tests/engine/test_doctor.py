@@ -583,14 +583,11 @@ def test_deep_reports_a_gpu_that_cannot_train(
     here: Machine, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """TensorFlow does not find the simulated GPU, so the trial fails."""
-    facts = here.collect()
     here.variables["CUDA_VISIBLE_DEVICES"] = "1"
-    assert facts.visible_gpus == 2
     if tf.config.list_physical_devices("GPU"):
         pytest.skip("this machine has a GPU")
     assert main(["doctor", "--deep"]) == 1
-    health, trial = capfd.readouterr().out.splitlines()
-    assert health.startswith("nothing to report: 1 GPU ")
+    (trial,) = capfd.readouterr().out.splitlines()
     assert trial.startswith("error: GPU 1: exit code 1: ")
     assert trial.endswith("TensorFlow finds no GPU")
 
