@@ -94,7 +94,7 @@ def test_an_optimizer_that_copies_weights_of_a_file(
     elif kind == "weights.h5":
         model.save_weights(path)
     else:
-        path = str(export(small.hooks(), source.config))
+        path = str(export(small.hooks(), source.config)[0])
     expected = small.plain(STEPS, model=model, optimizer=Lookahead(RATE))
     hooks = small.hooks(create_opt=create_lookahead)
     state = train(hooks, **small.settings(STEPS, init_from=path, virtual_devices=2))
@@ -314,7 +314,7 @@ def test_run_with_another_head_begins_with_the_other_layers(
     elif kind == "weights.h5":
         model.save_weights(path)
     else:
-        path = str(export(hooks, source.config))
+        path = str(export(hooks, source.config)[0])
     begun = create_classifier()
     begun.get_layer("hidden").set_weights(model.get_layer("hidden").get_weights())
     expected = small.plain(STEPS, model=begun)
