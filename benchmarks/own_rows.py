@@ -8,13 +8,12 @@ milliseconds each. The chief writes the seconds per step of each segment to a fi
 import itertools
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.processes import time_cluster
 from benchmarks.report import ALONE, OWN_ROWS, WHOLE_INPUT, Timing
 
 # The number of random numbers that an example draws, which takes about two milliseconds.
@@ -47,28 +46,11 @@ WAYS = {
 
 def measure(rounds: int) -> list[Timing]:
     """Starts a cluster for each way to read, one after another; returns the times."""
-    from ctl_core.cluster.supervisor import find_free_ports
-
-    timings = []
-    for name, way in WAYS.items():
-        hosts = [f"127.0.0.1:{port}" for port in find_free_ports(way.processes)]
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "seconds.json"
-            words = [sys.executable, "-m", "benchmarks.own_rows", name, str(rounds), str(file)]
-            started = []
-            for index in range(way.processes):
-                place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
-                environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-                if way.processes > 1:
-                    environ["TF_CONFIG"] = json.dumps(place)
-                command = ["taskset", "--cpu-list", str(index), *words]
-                quiet = subprocess.DEVNULL
-                started.append(subprocess.Popen(command, env=environ, stdout=quiet))
-            if any([process.wait() for process in started]):
-                raise SystemExit(f"error: {name}, with an input that takes long, ended early.")
-            seconds = json.loads(file.read_text(encoding="utf-8"))
-        timings.append(Timing(*OWN_ROWS, name, seconds))
-    return timings
+    times = {
+        name: time_cluster("benchmarks.own_rows", name, rounds, way.processes, bind=True)
+        for name, way in WAYS.items()
+    }
+    return [Timing(*OWN_ROWS, name, seconds) for name, seconds in times.items()]
 
 
 def _train(way: Way, rounds: int, runs: Path) -> list[float]:

@@ -26,26 +26,44 @@ WARM = 2
 
 def measure(rounds: int) -> list[Timing]:
     """Starts a cluster for each loop, one after another; returns the times."""
+    return [
+        Timing(*CLUSTER, name, time_cluster("benchmarks.processes", name, rounds, PROCESSES))
+        for name in LOOPS
+    ]
+
+
+def time_cluster(
+    module: str, name: str, rounds: int, processes: int, bind: bool = False
+) -> list[float]:
+    """Starts the processes of a cluster, and waits for them; returns the times that they measured.
+
+    Args:
+        module: the module that each process runs, with the name, the number of rounds and the file
+            for the times as its arguments
+        name: the name of the peer
+        rounds: the number of rounds
+        processes: the number of processes; a single one needs no cluster
+        bind: whether each process is bound to a core of its own
+    """
     from ctl_core.cluster.supervisor import find_free_ports
 
-    timings = []
-    for name in LOOPS:
-        hosts = [f"127.0.0.1:{port}" for port in find_free_ports(PROCESSES)]
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "seconds.json"
-            command = [sys.executable, "-m", "benchmarks.processes", name, str(rounds), str(file)]
-            started = []
-            for index in range(PROCESSES):
-                place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
-                environ = {**os.environ, "TF_CONFIG": json.dumps(place)}
-                environ |= {"TF_CPP_MIN_LOG_LEVEL": "3"}
-                quiet = subprocess.DEVNULL
-                started.append(subprocess.Popen(command, env=environ, stdout=quiet))
-            if any([process.wait() for process in started]):
-                raise SystemExit(f"error: {name}, on two processes, ended early, see above.")
-            seconds = json.loads(file.read_text(encoding="utf-8"))
-        timings.append(Timing(*CLUSTER, name, seconds))
-    return timings
+    hosts = [f"127.0.0.1:{port}" for port in find_free_ports(processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "seconds.json"
+        words = [sys.executable, "-m", module, name, str(rounds), str(file)]
+        started = []
+        for index in range(processes):
+            place = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
+            environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+            if processes > 1:
+                environ["TF_CONFIG"] = json.dumps(place)
+            binding = ["taskset", "--cpu-list", str(index)] if bind else []
+            quiet = subprocess.DEVNULL
+            started.append(subprocess.Popen([*binding, *words], env=environ, stdout=quiet))
+        if any([process.wait() for process in started]):
+            raise SystemExit(f"error: {module}: {name} ended early, see above.")
+        seconds: list[float] = json.loads(file.read_text(encoding="utf-8"))
+        return seconds
 
 
 def _segments(run: Callable[[int], Any], rounds: int) -> list[float]:

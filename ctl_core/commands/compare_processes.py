@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from ctl_core.commands.check_console import CheckConsole
+from ctl_core.evaluation.sets import call_eval_hook
 from ctl_core.hooks.hooks import Hook, Hooks
-from ctl_core.input.batches import find_start
+from ctl_core.input.batches import find_rows
 from ctl_core.input.data_hooks import DataHooks
 from ctl_core.input.own_rows import Mark, PreparedRows, RowSelection, find_mark
 from ctl_core.model.state import State
@@ -89,15 +89,11 @@ def _make_training_data(data_hooks: DataHooks) -> MakeDataset:
 
 def _make_evaluation_data(hook: Hook, name: str, seed: int) -> MakeDataset:
     def make(selection: RowSelection) -> tuple[tf.data.Dataset, Mark | None]:
-        keras.utils.set_random_seed(seed)
-        with selection.note_marks() as marks:
-            size = selection.batch
-            returned = hook(global_batch_size=size, per_replica_batch_size=size)
-        if isinstance(returned, dict):
-            returned = returned[name]
-        if not marks:
-            return returned, None
-        return returned, find_mark(hook, returned, marks)
+        results = call_eval_hook(hook, selection.batch, seed, selection)
+        dataset = results.sets[name]
+        if not results.marks:
+            return dataset, None
+        return dataset, find_mark(hook, dataset, results.marks)
 
     return make
 
@@ -168,10 +164,8 @@ def _read_rows(
         if isinstance(element, PreparedRows):
             rows, size = element.rows, int(element.examples)
         number = None
-        if not selection.has_all_rows:
-            bounds = (selection.process_leaves.start, selection.process_leaves.stop)
-            first, end = (int(find_start(leaf, size, selection.leaves)) for leaf in bounds)
-            number = end - first
+        if not selection.has_all_rows:  # without the placeholder of a process that has no rows
+            _, number = find_rows(selection.process_leaves, size, selection.leaves)
         yield [array[:number] for array in _list_arrays(rows)]
 
 

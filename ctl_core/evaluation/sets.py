@@ -126,6 +126,23 @@ class EvaluationResults(NamedTuple):
     marks: list[Mark]
 
 
+def call_eval_hook(hook: Hook, size: int, seed: int, selection: RowSelection) -> EvaluationResults:
+    """Calls ``create_eval_dataset``.
+
+    Args:
+        hook: the hook
+        size: the batch size that the hook receives
+        seed: the seed of all random generators during the call
+        selection: selects the rows of this process in each call of ``ctl.data.own_rows``
+    """
+    keras.utils.set_random_seed(seed)
+    with selection.note_marks() as marks:
+        returned = hook(global_batch_size=size, per_replica_batch_size=size)
+    if not isinstance(returned, dict):
+        returned = {SINGLE_SET: returned}
+    return EvaluationResults(returned, marks)
+
+
 class EvaluationData:
     """Reads the evaluation data of ``create_eval_dataset``."""
 
@@ -157,12 +174,8 @@ class EvaluationData:
         size = self._batch_size
         if not self._components.shape.by_rows:  # each element is the share of a replica
             size = max(1, size // self._components.shape.replicas)
-        with keep_seeds(), self._selection.note_marks() as marks:
-            keras.utils.set_random_seed(self._config.seed)
-            returned = self._hook(global_batch_size=size, per_replica_batch_size=size)
-        if not isinstance(returned, dict):
-            returned = {SINGLE_SET: returned}
-        return EvaluationResults(returned, marks)
+        with keep_seeds():
+            return call_eval_hook(self._hook, size, self._config.seed, self._selection)
 
     def create_set(self, name: str, results: EvaluationResults) -> EvaluationSet:
         """Creates the set for a dataset or reader that the hook returned.

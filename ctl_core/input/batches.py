@@ -176,6 +176,19 @@ def find_start(leaf: Count, examples: Count, leaves: int) -> tf.Tensor:
     return leaf * (examples // leaves) + tf.minimum(leaf, examples % leaves)
 
 
+def count_pass_batches(examples: int, batch: int, keeps_last_batch: bool) -> int:
+    """Returns the number of global batches in a pass.
+
+    Args:
+        examples: the number of examples in the pass
+        batch: the number of examples in a global batch
+        keeps_last_batch: whether a smaller batch at the end counts
+    """
+    if keeps_last_batch:
+        examples += batch - 1
+    return examples // batch
+
+
 def find_rows(device_leaves: range, examples: Count, leaves: int) -> tuple[Count, Count]:
     """Returns the index of the first row of a device, and the number of rows of the device.
 

@@ -32,6 +32,7 @@ from ctl_core.compat import (
 from ctl_core.data import ROW_SELECTION, ShuffleFrom
 from ctl_core.hooks.hooks import Hook
 from ctl_core.input.batches import (
+    count_pass_batches,
     count_rows,
     find_rows,
     has_varying_widths,
@@ -215,9 +216,7 @@ class RowSelection:
 
     def count_steps(self, examples: int) -> int:
         """Returns the number of global batches in a pass of a number of examples."""
-        if self.keeps_last_batch:
-            examples += self.batch - 1
-        return examples // self.batch
+        return count_pass_batches(examples, self.batch, self.keeps_last_batch)
 
     def count_batches(self, used: int, examples: int | None) -> int:
         """Returns the number of global batches that contain the first ``used`` examples of a run.

@@ -32,6 +32,7 @@ from ctl_core.input.batches import (
     BatchShape,
     LocatedBatch,
     Share,
+    count_pass_batches,
     count_rows,
     has_varying_widths,
     list_sizes,
@@ -191,9 +192,7 @@ class JoinedRows(Sharing):
         examples = int(dataset.unbatch().cardinality())
         if examples < 0:
             return None
-        if self._keeps_last_batch:
-            examples += self.shape.batch - 1
-        return examples // self.shape.batch
+        return count_pass_batches(examples, self.shape.batch, self._keeps_last_batch)
 
 
 class FixedBatches(Sharing):
